@@ -29,16 +29,16 @@ __global__ __launch_bounds__(kThreads) void read(const uint4* data, std::size_t 
     for (int j = 0; j < kUnroll; ++j) sum += x[j].x ^ x[j].y ^ x[j].z ^ x[j].w;
   }
   for (; i < count; i += stride) sum += data[i].x ^ data[i].w;
-  if (sum == 0x9e3779b9u) *sink = sum;  // keeps the loads
+  if (sum == 0x9e3779b9u) *sink = sum;  // keeps the loads from being removed
 }
 
-constexpr unsigned kPartBytes = 16 << 10;  // of a bulk copy, at most
+constexpr unsigned kPartBytes = 16 << 10;  // most bytes of a bulk copy
 constexpr unsigned kCacheLineBytes = 128;
 constexpr unsigned kCacheLineWords = kCacheLineBytes / sizeof(unsigned);
-constexpr int kSmStages = 14;  // of kPartBytes, which the shared memory of an SM holds
+constexpr int kSmStages = 14;  // stages of kPartBytes that fit in an SM's shared memory
 constexpr std::size_t kBlockSharedBytes = 227 << 10;
 constexpr std::size_t kSmSharedBytes = 228 << 10;
-constexpr std::size_t kReservedBytes = 1 << 10;  // of each block, by CUDA
+constexpr std::size_t kReservedBytes = 1 << 10;  // reserved by CUDA in each block
 
 /// Shared memory of a block that reads by bulk copies.
 template <int kStages>
@@ -47,7 +47,7 @@ struct BulkRing {
   RingBarriers<kStages> barriers;
 };
 
-/// How the bytes are cut: into parts of whole lines, which blocks take in turn.
+/// How the bytes are divided: into parts of whole lines, which blocks take in turn.
 struct BulkParts {
   std::size_t bytes;
   std::size_t count;
@@ -59,8 +59,8 @@ struct BulkParts {
   }
 };
 
-/// A thread of the second warp copies, the first warp adds up a word of each line of what has landed. Waits
-/// are for the block's own copies. Below compute capability 9.0 there are none, and it is not launched.
+/// A thread of the second warp copies; the first warp sums a word of each line that has landed. Waits are
+/// only for the block's own copies. Below compute capability 9.0 the kernel is empty and never launched.
 template <int kStages>
 __global__ __launch_bounds__(2 * kWarp) void bulk_read(const unsigned char* data, BulkParts parts,
                                                        unsigned* sum) {
@@ -121,7 +121,7 @@ void launch_bulk_blocks(const void* data, std::size_t bytes, unsigned* sum, Stre
   static_assert(kBytes <= kBlockSharedBytes && kBlocksPerSm * (kBytes + kReservedBytes) <= kSmSharedBytes);
   const std::size_t most_blocks =
       static_cast<std::size_t>(kBlocksPerSm) * static_cast<std::size_t>(num_sms());
-  // As many parts for every block, as large as that makes them.
+  // Equally many parts per block, as large as that allows.
   const std::size_t rounds = (bytes + most_blocks * kPartBytes - 1) / (most_blocks * kPartBytes);
   const std::size_t share = (bytes + most_blocks * rounds - 1) / (most_blocks * rounds);
   BulkParts parts{.bytes = bytes, .count = 0, .part_bytes = 0};
@@ -151,7 +151,7 @@ bool has_bulk_read() {
   if (major != 9) return false;
   cudaFuncAttributes attributes{};
   HELIX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, bulk_read<kSmStages>));
-  return attributes.ptxVersion >= 90;  // less: made of the code for 8.0
+  return attributes.ptxVersion >= 90;  // less: compiled from the code for 8.0
 }
 
 void launch_bulk_read(const void* data, std::size_t bytes, int blocks_per_sm, void* sum,

@@ -12,7 +12,7 @@ namespace helix::cuda::bench {
 namespace {
 
 constexpr int kWarps = 16;
-constexpr int kMaxColumns = 576;  // of a key
+constexpr int kMaxColumns = 576;  // most columns of a key
 constexpr int kLaneColumns = (kMaxColumns + kWarp - 1) / kWarp;
 
 /// One query row of a launch.
@@ -47,7 +47,7 @@ __device__ Row row_of(const Problem<T>& p, std::int64_t token, std::int64_t head
   return {p.slots[b], head / p.group, p.kv.layout.visible(p.positions[token], 0, p.kv.kvp_rank)};
 }
 
-/// A block a row, a warp each 16th token, a lane each 32nd column.
+/// One block per row, one warp per 16th token, one lane per 32nd column.
 template <class T, class KV>
 __global__ __launch_bounds__(kWarps* kWarp) void attend_exactly(Problem<T> p, std::int64_t heads,
                                                                 ExactRows to) {
@@ -118,7 +118,7 @@ __global__ __launch_bounds__(kWarps* kWarp) void attend_exactly(Problem<T> p, st
   if (threadIdx.x == 0) to.lse[blockIdx.x] = top + log(total);
 }
 
-/// A warp a row. Values are uniform in [-a, a] with another a each 128 columns.
+/// One warp per row. Values are uniform in [-a, a], with a different a every 128 columns.
 __global__ void fill_rows(std::byte* pool, std::int64_t rows, int head_dim, int value_dim, unsigned seed) {
   const std::int64_t i = (std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
   if (i >= rows) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a host thread waits for queued work with collectives, over NCCL and over windows alike.
+// How a host thread waits for queued collectives; shared by NcclComm and PeerComm.
 #pragma once
 
 #include <chrono>
@@ -21,12 +21,12 @@ inline cudaError_t query(const Event& event) {
   return cudaEventQuery(event.handle());
 }
 
-/// A decode step is waited for awake: a thread that sleeps comes late.
+/// How long a wait spins; covers a decode step, for which a sleeping thread would wake late.
 inline constexpr std::chrono::milliseconds kAwake{100};
 
-/// Waits until `work`, a stream or an event, has ended: awake at first, then in naps. `throw_if_failed()` is
-/// called at each turn, before the work counts as done, `look(waited)` each millisecond; either may throw,
-/// and whoever bounds the wait does so in the second.
+/// Waits until `work`, a stream or an event, has ended: spins at first, then sleeps between looks. Calls
+/// `throw_if_failed()` at each turn, before the work counts as done, and `look(waited)` each millisecond.
+/// Either may throw; a caller that bounds the wait does so in `look`.
 template <class Work, class ThrowIfFailed, class Look>
 void wait_awake(const Work& work, const ThrowIfFailed& throw_if_failed, const Look& look) {
   using Clock = std::chrono::steady_clock;
@@ -50,7 +50,7 @@ void wait_awake(const Work& work, const ThrowIfFailed& throw_if_failed, const Lo
   }
 }
 
-/// Tells the watch of the job, where there is one, that this rank waits.
+/// While it lives, tells the job's watch, if there is one, that this rank waits.
 class BootstrapWait {
  public:
   explicit BootstrapWait(std::optional<comm::Bootstrap>& bootstrap) : bootstrap_(bootstrap) {

@@ -8,7 +8,7 @@
 namespace helix::cuda {
 namespace {
 
-/// An abort may wait for graphs that main() has left behind: not forever.
+/// An abort may wait for graphs that main() has left behind, so bound the wait.
 constexpr std::chrono::seconds kExitGrace{3};
 
 struct Pending {
@@ -17,10 +17,10 @@ struct Pending {
   int count = 0;
 };
 
-/// Never destroyed: work that outlasts the grace still ends by it.
+/// Never destroyed: work that outlasts the grace period still uses it.
 Pending& pending() {
   static Pending* const all = new Pending;
-  // Made after CUDA and NCCL, whose work this is, so that it goes before them.
+  // Constructed after CUDA's and NCCL's statics, so that it is destroyed before them.
   static const struct Exit {
     ~Exit() {
       std::unique_lock lock(all->mutex);

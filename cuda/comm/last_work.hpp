@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work that may outlast those who started it, up to the end of the process.
+// Work that may outlast the thread that started it, until the process ends.
 #pragma once
 
 namespace helix::cuda {
 
-/// While one lives, the end of the process waits, up to three seconds: CUDA and NCCL are not torn down under
-/// a thread that aborts communicators while the failure that it tells of has already ended main().
+/// While one lives, the end of the process waits, at most three seconds. Otherwise CUDA and NCCL could be
+/// torn down while a thread still aborts communicators, because main() ended on the failure that caused the
+/// abort.
 class LastWork {
  public:
   LastWork();

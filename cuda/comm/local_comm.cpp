@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::LocalComm: ranks meet as those of cpu::LocalComm do, and the last to arrive queues the work of all.
+// cuda::LocalComm: ranks meet as in cpu::LocalComm, and the last to arrive queues the work of all.
 #include <memory>
 #include <utility>
 #include <vector>
@@ -24,10 +24,10 @@ namespace {
 
 struct Call : comm::Call {
   StreamHandle stream = nullptr;
-  int device = -1;  // of the calling thread, as a stream under capture does not tell its own
+  int device = -1;  // of the calling thread; a stream under capture cannot be asked for its device
 };
 
-/// What all groups of a root queue with, guarded by its mutex. One event serves every wait:
+/// Shared by all groups of a root to queue work; guarded by its mutex. One event serves every wait:
 /// cudaStreamWaitEvent takes the event's state at the call, so it may be recorded again at once.
 struct Root : comm::Root {
   int device = -1;  // of the streams; -1: not known yet
@@ -38,8 +38,8 @@ struct Root : comm::Root {
     return static_cast<Call&>(*calls[place]);
   }
 
-  /// Queues the operation on the first rank's stream, after what every rank queued before and before what any
-  /// queues next.
+  /// Queues the operation on the first rank's stream: after all that the ranks' streams already hold, and
+  /// before all that they queue next.
   void queue(const std::vector<comm::Call*>& calls) {
     check_device(calls);
     const DeviceScope scope(device);
@@ -63,7 +63,7 @@ struct Root : comm::Root {
   }
 
  private:
-  /// Asks only once: streams of one rank are all of its device.
+  /// Asks only once: all streams of one rank belong to its device.
   void check_device(const std::vector<comm::Call*>& calls) {
     if (device >= 0) return;
     std::vector<int> devices(calls.size());
@@ -156,7 +156,7 @@ struct Root : comm::Root {
   }
 };
 
-/// Returns the Move that a meeting is left with: none, the device moves the data.
+/// Plans a meeting: queues the work on the device and returns an empty Move.
 auto queue_on(const std::shared_ptr<Group>& group) {
   return [root = static_cast<Root*>(group->root.get())](const std::vector<comm::Call*>& calls) {
     root->queue(calls);
@@ -175,7 +175,7 @@ Call make_call(Operation operation, const void* in, void* out, std::int64_t coun
   call.out = out;
   call.count = count;
   call.stream = stream.handle();
-  // Without a driver the call fails later, when it is queued: ranks that disagree are told that first.
+  // Without a driver the call fails when it is queued, after the check whether the ranks' calls agree.
   if (cudaGetDevice(&call.device) != cudaSuccess) (void)cudaGetLastError();
   return call;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums and copies of several ranks on one GPU. Bound by memory: a reduction reads num_ranks and writes up to
-// num_ranks times its count.
+// Sums and copies of several ranks on one GPU. Memory-bound: a reduction reads num_ranks times its count and
+// writes up to num_ranks times its count.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace helix::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kMaxBlocks = 1024;  // then threads loop
+constexpr std::int64_t kMaxBlocks = 1024;  // threads loop over the rest
 constexpr int kCopiesALaunch = 128;        // 3 KiB of the 4 KiB of parameters
 
 struct ReduceParams {
@@ -28,7 +28,7 @@ struct CopyParams {
   LocalCopy copies[kCopiesALaunch];
 };
 
-/// Packet `i`, of kCount elements, of the slice at `in_begin`: reads all inputs before it writes, so that an
+/// Sums packet `i`, of kCount elements, of the slice at `in_begin`. Reads all inputs before it writes, so an
 /// output may be an input.
 template <int kCount, class T>
 __device__ __forceinline__ void reduce_packet(const ReduceParams& params, std::int64_t in_begin,
@@ -87,8 +87,8 @@ void launch_reduce(const LocalReduction& reduction, StreamHandle stream) {
   HELIX_CHECK_LAUNCH();
 }
 
-/// Copies as packets of W; both pointers have the same remainder by sizeof(W). Bytes before the first whole
-/// packet and after the last go one by one.
+/// Copies packets of type W; both pointers must have the same remainder modulo sizeof(W). Bytes before the
+/// first and after the last whole packet are copied singly.
 template <class W>
 __device__ __forceinline__ void copy_as(const LocalCopy& copy, std::int64_t begin, std::int64_t stride) {
   constexpr std::int64_t kWidth = sizeof(W);

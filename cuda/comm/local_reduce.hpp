@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels behind cuda::LocalComm: one launch does a collective's work for all ranks.
+// The kernels of cuda::LocalComm: one launch does a collective's work for all ranks.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ struct LocalReduction {
   bool scatter;
 };
 
-/// `bytes` from `source` to `target`, which do not overlap.
+/// A copy of `bytes` from `source` to `target`, which do not overlap.
 struct LocalCopy {
   std::byte* target;
   const std::byte* source;

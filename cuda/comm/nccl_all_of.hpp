@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// all_of: what the host of each rank of a NcclComm has, on all of them.
+// all_of: gathers one host value from each rank of a NcclComm to all ranks.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@
 
 namespace helix::cuda {
 
-/// All ranks' values of one trivially copyable type, by rank; this one's rank is on `device`. Collective;
-/// blocks the host. @throws what NcclComm::synchronize() does.
+/// Returns the values of all ranks, by rank; T is trivially copyable. This rank uses `device`. Collective;
+/// blocks the host. @throws what NcclComm::synchronize() throws.
 template <class T>
 std::vector<T> all_of(NcclComm& comm, int device, const T& own) {
   const DeviceScope scope(device);

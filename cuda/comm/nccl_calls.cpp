@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What NCCL's results and types are to helix.
+// Converts NCCL's results to errors, and helix's types to NCCL's.
 #include "cuda/comm/nccl_calls.hpp"
 
 namespace helix::cuda {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// NCCL's results as errors, and its types.
+// Converts NCCL's results to errors, and helix's types to NCCL's.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace helix::cuda {
 
 ErrorCode code_of(ncclResult_t result);
 
-/// `who`: "rank 1 of 4", empty where that is not known.
+/// `who`: "rank 1 of 4", empty if unknown.
 [[noreturn]] void throw_nccl(ncclResult_t result, std::string_view operation, std::string_view who);
 
 inline void check_nccl(ncclResult_t result, std::string_view operation, std::string_view who = {}) {

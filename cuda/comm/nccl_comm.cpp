@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::NcclComm: the collectives, and a wait for them that ends.
+// cuda::NcclComm: the collectives, and bounded waits for them.
 #include <optional>
 #include <sstream>
 #include <string>
@@ -54,7 +54,7 @@ void NcclComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream 
 void NcclComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_to_all", in, out, bytes);
   state_->call_group("all_to_all", [&](ncclComm_t comm) {
-    // NCCL turns the slice to oneself into a copy of the same kernel.
+    // NCCL turns the message to oneself into a copy inside the same kernel.
     ncclResult_t result = ncclSuccess;
     for (int peer = 0; peer < state_->size && bytes > 0 && result == ncclSuccess; ++peer) {
       result = ncclSend(at(in, peer * bytes), unsigned_count(bytes), ncclInt8, peer, comm, stream.handle());
@@ -156,7 +156,7 @@ void NcclComm::wait_for(const Work& work) const {
   NcclFamily& family = *state.family;
   const BootstrapWait waiting(family.bootstrap);
   const milliseconds limit = state.timeout + (family.bootstrap ? kWatchGrace : milliseconds(0));
-  const auto throw_if_failed = [&] { family.throw_if_failed(); };  // an aborted kernel seems to succeed
+  const auto throw_if_failed = [&] { family.throw_if_failed(); };  // aborted work seems to succeed
   wait_awake(work, throw_if_failed, [&](Clock::duration waited) {
     check();
     if (waited < limit) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a cuda::NcclComm comes to be: borrowed, in a process, between processes, or split from another.
+// How a cuda::NcclComm is made: borrowed, within a process, between processes, or split from another.
 #include <algorithm>
 #include <memory>
 #include <span>
@@ -22,14 +22,14 @@
 namespace helix::cuda {
 namespace {
 
-/// ncclCommInitRank, with what NCCL can be told of the communicator's graphs. NCCL before 2.29 has no word
-/// for that. Communicators that are split from this one take its setting over.
+/// ncclCommInitRank, with the setting for the communicator's graphs, which NCCL has from 2.29 on.
+/// Communicators split from this one inherit the setting.
 ncclResult_t init_rank(ncclComm_t* comm, int size, ncclUniqueId id, int rank,
                        [[maybe_unused]] NcclComm::GraphUse graph_use) {
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 0)
   if (graph_use == NcclComm::GraphUse::one_at_a_time) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.graphUsageMode = 1;  // 2, the default: several graphs, or graphs and other operations, at once
+    config.graphUsageMode = 1;  // default 2: several graphs, or graphs and other operations, at once
     return ncclCommInitRankConfig(comm, size, id, rank, &config);
   }
 #endif
@@ -69,10 +69,10 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
   const bool is_done = comm::run_bounded(
       timeout,
       [handles, graph_use, devices = std::vector<int>(devices.begin(), devices.end())] {
-        // All that may fail on one device goes first: within the group the ranks ahead would wait for it.
+        // Do all that may fail on one device first: inside the NCCL group the other ranks would wait for it.
         for (const int device : devices) {
           HELIX_CUDA_CHECK(cudaSetDevice(device));
-          HELIX_CUDA_CHECK(cudaFree(nullptr));  // makes its context
+          HELIX_CUDA_CHECK(cudaFree(nullptr));  // creates the context
         }
         ncclUniqueId id;
         check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
@@ -108,7 +108,7 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
   ncclUniqueId id{};
   if (bootstrap.rank() == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId", "rank 0");
   bootstrap.broadcast(std::as_writable_bytes(std::span(id.internal)));
-  bootstrap.barrier();  // bounded, and names who is missing; NCCL does neither
+  bootstrap.barrier();  // bounded, and names missing ranks; NCCL does neither
   const auto handles = std::make_shared<NcclHandles>(1);
   const int rank = bootstrap.rank();
   const int size = bootstrap.size();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who a communicator is, how it ends, and how all groups of a root end together.
+// Identity and end of a communicator, and how all groups of a root end together.
 #include "cuda/comm/nccl_state.hpp"
 
 #include <chrono>
@@ -16,16 +16,16 @@
 namespace helix::cuda {
 namespace {
 
-/// Longest that a failure waits for the communicators of its process to be gone. By then each has waited for
-/// a call that hangs, and has told its kernels to end.
+/// Longest time that a failure waits until the communicators of its process are gone. By then each abort has
+/// waited for a call that hangs, and has told its kernels to end.
 constexpr milliseconds kAbortGrace{2000};
 
-/// How often the calls of a process are looked at.
+/// How often the calls of a process are checked.
 constexpr milliseconds kCallPoll{100};
 
 }  // namespace
 
-/// Shared by a family and its thread, which may outlast it.
+/// Shared by a family and its thread, which may outlive the family.
 struct NcclFamily::CallWatch {
   std::mutex mutex;
   std::condition_variable over;
@@ -43,9 +43,9 @@ std::shared_ptr<NcclFamily> NcclFamily::make() {
           lock.unlock();
           try {
             const LastWork work;
-            if (const auto alive = weak.lock()) alive->check_calls();  // perhaps the last to hold it
+            if (const auto alive = weak.lock()) alive->check_calls();  // this may be the last reference
           } catch (...) {
-            // No memory to look with: there may be some at the next turn.
+            // Out of memory: try again at the next turn.
           }
           lock.lock();
         }
@@ -92,7 +92,7 @@ void NcclFamily::check_calls() {
 }
 
 void NcclFamily::report_call(const NcclComm::State& member, Clock::rep since) {
-  // With the lock a call ends before it is reported, or after, and then takes the report back.
+  // Under this lock a call either ends before it is reported, or ends later and then withdraws the report.
   const std::lock_guard lock(reporting_);
   if (reported_ != nullptr || member.call_since.load() != since) return;
   reported_ = &member;
@@ -150,13 +150,13 @@ void NcclFamily::fail(const std::string& text) noexcept {
     try {
       failure = text;
     } catch (...) {
-      // Out of memory for the words: all members are aborted all the same.
+      // Out of memory for the text: still abort all members.
     }
     has_failed.store(true, std::memory_order_release);
-    to_abort.swap(members);  // who joins later finds the failure
+    to_abort.swap(members);  // a member that joins later finds the failure
   }
-  // All at once: the abort of one rank may wait for another of this process. And not forever: it may wait for
-  // graphs that the calling thread is to destroy.
+  // Abort all at once: the abort of one rank may wait for another rank of this process. Bound the wait: an
+  // abort may wait for graphs that the calling thread is to destroy.
   struct Aborts {
     std::mutex mutex;
     std::condition_variable changed;
@@ -187,7 +187,7 @@ void NcclFamily::fail(const std::string& text) noexcept {
       aborts->count(true);
       is_counted = true;
       comm::start_thread("the thread that aborts a communicator", std::move(abort_one)).detach();
-    } catch (...) {  // neither a thread nor memory to be had: here, then
+    } catch (...) {  // no thread or no memory: abort on this thread
       if (is_counted) aborts->count(false);
       state->abort_now();
     }
@@ -241,11 +241,11 @@ void NcclComm::State::abort_now() noexcept {
       const std::unique_lock lock(calls, std::chrono::seconds(1));
       handle = comm.exchange(nullptr);
     }
-    // Not under the lock: this waits until no graph holds the communicator, and the thread that is to
-    // destroy them may be on its way into a call, which then throws.
+    // Not under the lock: this waits until no graph holds the communicator. The thread that should destroy
+    // the graphs may be about to make a call, which needs the lock and then throws.
     if (handle != nullptr) (void)ncclCommAbort(handle);
   } catch (...) {
-    // The lock failed: the process is beyond help.
+    // The lock failed: nothing more can be done.
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands behind a NcclComm: the communicator itself, and what it shares with all groups of its root.
+// The state of a NcclComm: its communicator, and what all groups of its root share.
 #pragma once
 
 #include <atomic>
@@ -32,35 +32,35 @@ namespace helix::cuda {
 using comm::Clock;
 using comm::milliseconds;
 
-/// How long after an error of NCCL the watch may take to hear that a peer's connection has closed.
+/// After an error of NCCL, how long to wait for the watch to notice that a peer's connection has closed.
 inline constexpr milliseconds kClosedGrace{300};
 
 /// All groups of one root that live in this process, and a thread that bounds their calls: NCCL connects to a
-/// peer in the first call that needs it, and waits on the host for the peer's.
+/// peer in the first call that needs it, and waits on the host until the peer calls too.
 struct NcclFamily {
   std::mutex mutex;
   std::atomic<bool> has_failed = false;
   std::string failure;
   std::vector<std::weak_ptr<NcclComm::State>> members;
-  std::vector<RankProgress> progress;  // by root rank where all ranks are of this process, else empty
+  std::vector<RankProgress> progress;  // by root rank; empty unless this process has all ranks
   std::optional<comm::Bootstrap> bootstrap;
 
-  /// A family without members, and its thread. @throws Error(capacity) if that cannot be started.
+  /// Makes a family without members and starts its thread. @throws Error(capacity) if that cannot be started.
   static std::shared_ptr<NcclFamily> make();
   NcclFamily() = default;
   NcclFamily(const NcclFamily&) = delete;
   NcclFamily& operator=(const NcclFamily&) = delete;
   ~NcclFamily();
 
-  /// Aborts all members, and waits for them only a while. The first failure wins.
+  /// Aborts all members, waiting for a bounded time only. The first failure wins.
   void fail(const std::string& text) noexcept;
   void throw_if_failed();
 
-  /// Notes what a rank calls next.
+  /// Records the call that a rank makes next.
   void begin(int root_rank, const char* operation);
-  /// Notes that the call of `member` has ended; takes back the report that it waits.
+  /// Records that the call of `member` has ended, and withdraws the report that it waits.
   void end_call(NcclComm::State& member);
-  /// Notes that a rank has queued a step.
+  /// Records that a rank has queued a step.
   void end_step(int root_rank);
   /// "; rank 2 is behind: its call 7 was all_reduce, this rank made 8" or nothing.
   std::string laggards(int root_rank) const;
@@ -77,10 +77,10 @@ struct NcclFamily {
 
   std::shared_ptr<CallWatch> watch_;
   std::mutex reporting_;
-  const NcclComm::State* reported_ = nullptr;  // whose call the bootstrap was told of as a wait
+  const NcclComm::State* reported_ = nullptr;  // the member whose call was reported as a wait
 };
 
-/// Frees a communicator, without waiting for its other ranks, unless it is an engine's.
+/// Frees a communicator without waiting for its other ranks. One borrowed from an engine is left alone.
 struct NcclAbort {
   bool is_owned = true;
 
@@ -92,7 +92,7 @@ struct NcclAbort {
 /// A communicator that has no NcclComm::State yet.
 using NcclHandle = std::unique_ptr<ncclComm, NcclAbort>;
 
-/// Where NCCL writes the communicators that it makes. Those that nobody takes are aborted.
+/// The places where NCCL writes the communicators that it makes. Aborts those that were not taken.
 class NcclHandles {
  public:
   explicit NcclHandles(std::size_t count) : handles_(count, nullptr) {}
@@ -111,13 +111,13 @@ class NcclHandles {
 };
 
 struct NcclComm::State {
-  /// How a communicator came to be.
+  /// Arguments from which a State is made.
   struct Origin {
     std::shared_ptr<NcclFamily> family;
     NcclHandle handle;
     milliseconds timeout{0};
     bool may_abort = true;
-    int parent_root_rank = -1;  // -1: this is a root, whose ranks are its own
+    int parent_root_rank = -1;  // -1: a root, whose ranks are root ranks
   };
 
   std::shared_ptr<NcclFamily> family;
@@ -130,23 +130,23 @@ struct NcclComm::State {
   milliseconds timeout{0};
   Buffer barrier_value;
 
-  mutable std::timed_mutex calls;  // held by each NCCL call, so that an abort does not free what it uses
+  mutable std::timed_mutex calls;  // held during each NCCL call, so that an abort does not free what it uses
   std::atomic<ncclComm_t> comm = nullptr;  // null after an abort
   std::atomic<const char*> operation = "start";
-  std::atomic<Clock::rep> call_since = 0;  // when the call began that a thread is in; 0: none
+  std::atomic<Clock::rep> call_since = 0;  // when the running call began; 0: no call is running
 
   explicit State(Origin origin);
   State(const State&) = delete;
   State& operator=(const State&) = delete;
   ~State();
 
-  /// Asks NCCL who this is, and joins the family.
+  /// Asks NCCL for the rank, size and device, and joins the family.
   static std::shared_ptr<State> make(Origin origin);
 
-  /// "rank 1 of 4", with its number in the root where that differs.
+  /// "rank 1 of 4", with the root rank if that differs.
   std::string name() const;
 
-  /// Calls body(comm) with the device current; its result is checked.
+  /// Calls body(comm) with the device current, and checks the result.
   template <class Body>
   void call(const char* what, Body&& body) {
     const std::lock_guard lock(calls);
@@ -161,30 +161,30 @@ struct NcclComm::State {
     const ncclResult_t result = body(handle);
     family->end_call(*this);
     if (result == ncclSuccess) return;
-    if (family->bootstrap) std::this_thread::sleep_for(kClosedGrace);  // the watch hears of a death soon
-    family->throw_if_failed();  // an abort or a death is the cause, not the result
+    if (family->bootstrap) std::this_thread::sleep_for(kClosedGrace);  // the watch may soon hear of a death
+    family->throw_if_failed();  // an abort or a death is the cause to report
     throw_nccl(result, what, name());
   }
 
-  /// As call(), for several messages that NCCL is to see as one operation.
+  /// As call(), but NCCL treats the messages of `body` as one operation.
   template <class Body>
   void call_group(const char* what, Body&& body) {
     call(what, [&](ncclComm_t handle) {
       if (const ncclResult_t started = ncclGroupStart(); started != ncclSuccess) return started;
       const ncclResult_t result = body(handle);
-      const ncclResult_t ended = ncclGroupEnd();  // also after a failure, or the thread stays in the group
+      const ncclResult_t ended = ncclGroupEnd();  // also after a failure: must close the group
       return result != ncclSuccess ? result : ended;
     });
   }
 
-  /// Frees the communicator, which ends what waits on the device. NCCL lets a thread that hangs in a call out
-  /// once abort has begun, so such a call is waited for only a while.
+  /// Frees the communicator, which ends its waiting kernels. A thread that hangs in an NCCL call returns once
+  /// the abort has begun, so waits for such a call only briefly.
   void abort_now() noexcept;
 
-  /// What NCCL found wrong on its own threads, or nothing.
+  /// The error that NCCL's own threads met, or nothing.
   std::optional<ncclResult_t> async_error() const;
 
-  /// Ends the family, and with a Bootstrap the job.
+  /// Ends the family, and the job if there is a Bootstrap.
   void fail_everywhere(std::string_view reason) noexcept {
     cuda::fail_everywhere(*family, root_rank, reason);
   }

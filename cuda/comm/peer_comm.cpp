@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::PeerComm: the collectives, over windows or NCCL, and a wait for them that ends.
+// cuda::PeerComm: the collectives, over windows or NCCL, and bounded waits for them.
 #include <functional>
 #include <sstream>
 #include <string>
@@ -27,8 +27,8 @@ std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
   return call_tag(static_cast<std::uint32_t>(operation), {count, detail});
 }
 
-/// Whether hosts meet for a call on `stream`: not for what is captured, which runs later. Ranks capture a
-/// call all alike, or none.
+/// Whether hosts meet for a call on `stream`. They do not for a captured call, which runs later; either all
+/// ranks capture a call or none.
 bool hosts_meet(const PeerComm::State& state, const Stream& stream) {
   if (!state.hosts->meets()) return false;
   cudaStreamCaptureStatus status{};
@@ -44,7 +44,7 @@ comm::Call call_of(Operation operation, std::int64_t count, int detail = 0) {
   return call;
 }
 
-/// Empty moves of a call.
+/// The moves of a call, still without bytes.
 PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
   PeerMoves moves;
   moves.in = static_cast<const std::byte*>(in);
@@ -53,9 +53,9 @@ PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
   return moves;
 }
 
-/// Calls queue(), which queues this rank's kernel of `call`, with all ranks or with the `peer`. Where it
-/// throws and hosts do not meet, nobody knows whether it threw on all: the group ends, or this rank's next
-/// message would be taken for the one that is missing.
+/// Calls queue(), which queues this rank's kernel of `call`, with all ranks or with `peer`. If it throws and
+/// hosts do not meet, nobody knows whether it threw on all ranks. So it ends the group: otherwise this rank's
+/// next message would be taken for the missing one.
 template <class Queue>
 void queue_together(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer,
                     const Queue& queue) {
@@ -136,7 +136,7 @@ void PeerComm::queue_together(const char* operation, const Stream& stream,
                               const std::function<void(const PeerChannel&)>& queue) const {
   expect_windows(*state_);
   state_->begin(operation);
-  // Sizes are compared, if at all, by what the kernels say to each other.
+  // The kernels compare sizes, if at all; the hosts do not.
   comm::Call call = call_of(Operation::kernel, 0);
   call.kernel = operation;
   cuda::queue_together(*state_, call, stream, -1, [&] { queue(state_->channel); });
@@ -149,7 +149,7 @@ std::string PeerComm::transport() const {
 
 PeerWindow PeerComm::allocate_window(std::size_t bytes, std::int64_t parts) const {
   expect_windows(*state_);
-  constexpr std::size_t kMaxBytes = std::size_t{1} << 48;  // beyond the memory of any device
+  constexpr std::size_t kMaxBytes = std::size_t{1} << 48;  // more than the memory of any device
   HELIX_EXPECTS(bytes > 0 && bytes <= kMaxBytes && parts > 0 && parts <= kMaxCount,
                 ErrorCode::invalid_argument, "allocate_window: ", bytes, " bytes in ", parts,
                 " parts; give 1 to ", kMaxBytes, " bytes, and 1 to ", kMaxCount, " parts");
@@ -215,7 +215,7 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
   call.send_bytes = send_bytes.data();
   call.recv_bytes = recv_bytes.data();
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all_v, 0));
-  moves.all_meet = true;  // or nobody sees that one of two expects something and the other sends nothing
+  moves.all_meet = true;  // else a disagreement, where only one of two ranks expects bytes, goes unnoticed
   std::int64_t send_begin = 0;
   std::int64_t recv_begin = 0;
   for (int p = 0; p < size(); ++p) {
@@ -225,7 +225,7 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
     send_begin += moves.send_bytes[p] = send_bytes[i];
     recv_begin += moves.recv_bytes[p] = recv_bytes[i];
   }
-  // What others exchange is not known here, and blocks must be equal.
+  // Blocks must be equal on all ranks, and the sizes between others are unknown.
   move(*state_, call, moves, state_->channel.channels, stream);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a cuda::PeerComm comes to be: in a process, between processes, or split from another.
+// How a cuda::PeerComm is made: within a process, between processes, or split from another.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -27,7 +27,7 @@
 namespace helix::cuda {
 namespace {
 
-/// The most ranks that stand on one device.
+/// The largest number of ranks on one device.
 template <class Device>
 int most_on_one(const std::vector<Device>& devices) {
   std::ptrdiff_t most = 0;
@@ -82,7 +82,7 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
     state->ranks_a_device = shared;
     comms.push_back(PeerComm(std::move(state)));
   }
-  // Parts inside an island are of use where the whole is not.
+  // Even if the whole group has no transport, parts of it inside an island may.
   if (!islands->has_pair()) comms.front().state_->expect_transport();
   if (!comms.front().has_windows()) return comms;
   const std::size_t bytes = static_cast<std::size_t>(channel_bytes(static_cast<int>(all.size()), shared));
@@ -117,7 +117,7 @@ PeerComm PeerComm::connect(comm::Bootstrap bootstrap, int device, const Options&
     state->nccl = NcclComm::connect(bootstrap, device, options.graph_use);
     family->nccl.push_back(*state->nccl);
   }
-  // Parts inside an island are of use where the whole is not.
+  // Even if the whole group has no transport, parts of it inside an island may.
   if (!islands->has_pair()) state->expect_transport();
   bootstrap.on_failure([weak = std::weak_ptr(family)](const Error& error) {
     const LastWork work;
@@ -134,7 +134,7 @@ PeerComm PeerComm::split(int color, int key) {
   part->family = state_->family;
   part->own = state_->own;
   part->ranks_a_device = state_->ranks_a_device;
-  // First, as hosts are told if their calls differ, which NCCL would wait for.
+  // The hosts split first: they report calls that differ, for which NCCL would only wait.
   PeerHosts::Part members = state_->hosts->split(color, key, state_->nccl ? &*state_->nccl : nullptr);
   part->hosts = std::move(members.hosts);
   part->rank = members.rank;

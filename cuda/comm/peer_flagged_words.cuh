@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages of few bytes between the blocks of a kernel: flagged words, 4 bytes of data and their flag,
-// written at once, so that a peer that sees the flag has the data.
+// Short messages between the blocks of a kernel, made of flagged words. 4 bytes of data and their flag are
+// one 8-byte store, so a peer that sees the flag has the data.
 #pragma once
 
 #include <cstddef>
@@ -10,20 +10,20 @@
 
 namespace helix::cuda {
 
-/// The ends of one block's messages of flagged words. Message `count` of a block is as long on all ranks, and
-/// all send one to all: the flag of a word says which, and by `tag` of what call.
+/// One block's ends of its flagged-word messages. A block sends each message to all ranks, with the same
+/// length on all. A word's flag holds the message count and the `tag` of the call.
 struct FlaggedWords {
   const PeerChannel& channel;
-  std::uint32_t tag;  ///< 1 to 255: no word that nobody has written has this flag.
+  std::uint32_t tag;  ///< 1 to 255, so that a word never written matches no flag.
 
   __device__ std::uint32_t* count() const { return channel.flagged_word_counts + blockIdx.x; }
-  /// Stores word `i` of message `count` in the memory of `reader`.
+  /// Stores word `i` of message `count` into the memory of `reader`.
   __device__ __forceinline__ void send(int reader, std::uint32_t count, int i, std::uint32_t word) const {
     asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(at(reader, count, channel.waits.rank, i)),
                  "r"(word), "r"(flag(count))
                  : "memory");
   }
-  /// Waits for word `i` of message `count` of `sender`; false: it never comes.
+  /// Waits for word `i` of message `count` from `sender`. False: it will not come.
   __device__ __forceinline__ bool receive(int sender, std::uint32_t count, int i, std::uint32_t& word) const {
     const std::byte* const from = at(channel.waits.rank, count, sender, i);
     return wait_for_peer(channel.waits, sender, count, [&](std::uint64_t& value) {
@@ -40,8 +40,8 @@ struct FlaggedWords {
  private:
   static constexpr int kTagBits = 8;
 
-  /// Two messages to one place are two counts apart, so that a count may lose its highest bits: a word is
-  /// taken for an older one only if all messages of its tag in 2^24 counts have been shorter.
+  /// Messages in one slot are two counts apart, so dropping the count's high bits is safe: a stale word
+  /// matches only after 2^24 counts in which no message was long enough to overwrite it.
   __device__ __forceinline__ std::uint32_t flag(std::uint32_t count) const { return count << kTagBits | tag; }
   __device__ __forceinline__ std::byte* at(int reader, std::uint32_t count, int sender, int i) const {
     const std::int64_t slot = slot_place(channel, blockIdx.x, count, sender);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PeerHosts: what the ranks of a PeerComm agree on by their hosts, as threads of a process or as processes.
+// PeerHosts: how the hosts of a PeerComm's ranks agree, as threads of one process or as processes.
 #pragma once
 
 #include <cstddef>
@@ -23,20 +23,20 @@ class PeerHosts {
   PeerHosts(const PeerHosts&) = delete;
   PeerHosts& operator=(const PeerHosts&) = delete;
 
-  /// Why the ranks do not reach each other's memory; empty: they do. Empty on all ranks or on none.
+  /// Why the ranks cannot reach each other's memory; empty: they can. Empty on all ranks or on none.
   const std::string& why_apart() const { return why_apart_; }
 
-  /// Where they do: memory of each rank, `bytes` at least, at a stride that is a multiple of `multiple`
-  /// bytes. @throws Error(unsupported), Error(capacity) on all ranks alike; what a bounded wait for other
-  /// ranks throws.
+  /// If they can: allocates at least `bytes` on each rank, at a stride that is a multiple of `multiple`
+  /// bytes. @throws Error(unsupported) or Error(capacity) on all ranks; what a bounded wait for other ranks
+  /// throws.
   virtual std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) = 0;
 
-  /// Whether hosts meet where each queues a kernel that waits for the peers, as it matters that the others'
-  /// are queued soon. Contexts of processes do not wait for each other.
+  /// Whether the hosts meet when they queue kernels that wait for peers, so that all of these are queued
+  /// soon. Processes need not: their contexts do not wait for each other.
   virtual bool meets() const { return false; }
-  /// Where hosts meet, calls queue(), which queues this rank's kernel of `call`, between two meetings, the
-  /// first with equal calls. `peer`: the other end of a send or recv, else -1. @throws what queue() throws,
-  /// which ends the group at once, unless all of its ranks throw; what a meeting throws.
+  /// Calls queue(), which queues this rank's kernel of `call`. If hosts meet, does so between two meetings,
+  /// and the first checks that the calls are equal. `peer`: the other end of a send or recv, else -1.
+  /// @throws what queue() throws, which ends the group unless all of its ranks throw; what a meeting throws.
   virtual void queue_together(comm::Call& /*call*/, int /*peer*/, const std::function<void()>& queue) {
     queue();
   }
@@ -47,8 +47,8 @@ class PeerHosts {
     int rank = 0;
     std::vector<int> root_ranks;  // of its ranks
   };
-  /// The part of the ranks of equal `color`, ordered by (key, rank). `nccl`: of this group, for hosts that
-  /// have no other way to meet; may be null. @throws Error(unsupported) on all ranks if there is none.
+  /// The part with the ranks of equal `color`, ordered by (key, rank). `nccl`: this group's, for hosts
+  /// without another way to meet; may be null. @throws Error(unsupported) on all ranks if there is no way.
   virtual Part split(int color, int key, NcclComm* nccl) = 0;
 
  protected:

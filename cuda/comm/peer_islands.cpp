@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads ask the driver about their devices; processes map a little of each other's memory.
+// Threads ask the driver about their devices; processes try to map a little of each other's memory.
 #include "cuda/comm/peer_islands.hpp"
 
 #include <algorithm>
@@ -24,7 +24,8 @@
 namespace helix::cuda {
 namespace {
 
-/// What kernels are cut by. Ranks of windows wait for each other tile by tile, so that all must cut alike.
+/// What kernels divide their work by. Ranks of a window wait for each other tile by tile, so all must divide
+/// it equally.
 struct DeviceKind {
   int num_sms = 0;
   int major = 0;
@@ -45,7 +46,7 @@ DeviceKind kind_of(int device) {
   return kind;
 }
 
-/// What a rank tells those that try to reach it.
+/// What a rank tells the ranks that try to reach its memory.
 struct Offer {
   DeviceKind kind;
   std::uint32_t unused = 0;
@@ -62,7 +63,7 @@ std::string why_not_alike(std::span<const Offer> offers, std::span<const int> ro
   return "";
 }
 
-/// The ranks that this process is linked with, itself among them.
+/// The ranks that this process is linked with, including itself.
 comm::LinkedGroup neighbours_of(const std::shared_ptr<const comm::LocalLinks>& links, int own_rank) {
   const std::vector<int>& neighbourhoods = links->neighbourhoods();
   std::vector<int> ranks;
@@ -73,9 +74,9 @@ comm::LinkedGroup neighbours_of(const std::shared_ptr<const comm::LocalLinks>& l
   return {links, ranks, static_cast<int>(own - ranks.begin())};
 }
 
-/// Maps a little memory of each rank of the group that has a device of this one's kind. reach[from * size +
-/// to] is not 0 where `from` could map that of `to`. Collective over the group; what does not work is no
-/// error, but `obstacle` says it.
+/// Tries to map a little memory of each rank of the group with the same kind of device. reach[from * size +
+/// to] is not 0 if `from` could map that of `to`. Collective over the group. Failures are no errors;
+/// `obstacle` names the first.
 std::vector<std::byte> try_reach(const comm::LinkedGroup& group, int device, std::string& obstacle) {
   const DeviceScope scope(device);
   Offer offer{.kind = kind_of(device)};
@@ -85,14 +86,14 @@ std::vector<std::byte> try_reach(const comm::LinkedGroup& group, int device, std
     offer.bytes = PeerMemory::stride(device, 1, 1);
     own = PeerMemory::create(device, static_cast<std::size_t>(offer.bytes), true);
     exported = comm::Socket(own->export_descriptor());
-  } catch (const Error& error) {  // and no descriptor, or the others would wait for one
+  } catch (const Error& error) {  // sends no descriptor, but still takes part in the exchange
     obstacle = error.what();
   }
   const std::vector<Offer> offers = group.all_of(offer);
   if (obstacle.empty()) obstacle = why_not_alike(offers, group.root_ranks());
   const std::vector<comm::Socket> descriptors = group.exchange(exported);
   std::vector<std::byte> reach(group.size());
-  std::vector<std::unique_ptr<PeerRange>> mapped;  // until all have tried
+  std::vector<std::unique_ptr<PeerRange>> mapped;  // kept until all ranks have tried
   for (std::size_t i = 0; i < group.size(); ++i) {
     const bool is_own = static_cast<int>(i) == group.rank();
     if (!exported.is_open() || (!is_own && !descriptors[i].is_open()) || offers[i].kind != offer.kind)
@@ -134,7 +135,7 @@ std::shared_ptr<const PeerIslands> PeerIslands::of_processes(
   const std::vector<int> near = comm::islands_of(group.size(), [&](std::size_t from, std::size_t to) {
     return reach[from * group.size() + to] != std::byte{0};
   });
-  // Named by the job's ranks, which alone are known to all.
+  // Name the island by its rank in the job, which all ranks know.
   const int first = near[static_cast<std::size_t>(group.rank())];
   const int own = first == comm::kNoIsland ? first : group.root_ranks()[static_cast<std::size_t>(first)];
   return std::shared_ptr<const PeerIslands>(

@@ -15,14 +15,14 @@
 
 namespace helix::cuda {
 
-/// The islands of a root, alike on all of its ranks. A root whose ranks all reach each other, on devices of
-/// one compute capability and number of SMs, is one island.
+/// The islands of a root, equal on all of its ranks. An island is ranks that all reach each other's memory,
+/// on devices with the same compute capability and number of SMs.
 class PeerIslands {
  public:
-  /// Of threads of this process, rank r on devices[r].
+  /// Islands of threads of this process; rank r uses devices[r].
   static std::shared_ptr<const PeerIslands> of_devices(std::span<const int> devices);
-  /// Of the processes of a job, this one on `device`: each tries to map memory of all that it is linked with,
-  /// as what its own driver says of devices that it may not even see would not do. Collective over the job.
+  /// Islands of the processes of a job; this one uses `device`. Each process tries to map memory of all that
+  /// it is linked with, because its own driver may not even see their devices. Collective over the job.
   /// @throws what the Bootstrap and the links throw.
   static std::shared_ptr<const PeerIslands> of_processes(comm::Bootstrap bootstrap,
                                                          const std::shared_ptr<const comm::LocalLinks>& links,
@@ -38,7 +38,7 @@ class PeerIslands {
       : islands_(std::move(islands)), obstacle_(std::move(obstacle)) {}
 
   std::vector<int> islands_;  // by rank
-  std::string obstacle_;      // how devices differ, or what this rank met first when it tried; may be empty
+  std::string obstacle_;      // how devices differ, or the first error of this rank's attempts; may be empty
 };
 
 }  // namespace helix::cuda

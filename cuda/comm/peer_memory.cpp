@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The driver's virtual memory. The library links no driver: its functions are asked for once.
+// The driver's virtual memory management. The library does not link the driver; it looks up its functions
+// once.
 #include "cuda/comm/peer_memory.hpp"
 
 #include <algorithm>
@@ -50,8 +51,8 @@ const Driver& driver() {
   return functions;
 }
 
-/// What a machine does not give is `unsupported`, for which there may be another way; not so the error of a
-/// kernel queued earlier, which any call may return.
+/// What a machine does not support is `unsupported`: there may be another way. The error of an earlier
+/// kernel, which any call may return, is not.
 ErrorCode code_of(CUresult result) {
   switch (result) {
     case CUDA_ERROR_OUT_OF_MEMORY:
@@ -177,8 +178,7 @@ PeerRange::~PeerRange() {
     (void)cudaDeviceSynchronize();
   }
   (void)cudaSetDevice(current);
-  (void)cudaGetLastError();  // a stream that is being captured cannot be waited for: not the next launch's
-                             // error
+  (void)cudaGetLastError();  // clears the error of a wait for a stream under capture
   unmap();
 }
 

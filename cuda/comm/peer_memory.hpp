@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PeerRange: one range of addresses in which the memory of all ranks of a group lies at a constant stride.
+// PeerRange: one address range that maps the memory of all ranks of a group at a constant stride.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,13 @@
 
 namespace helix::cuda {
 
-/// Memory of one device that processes can share, as the driver's virtual memory has it.
+/// Memory of one device that processes can share (the driver's virtual memory management).
 class PeerMemory {
  public:
-  /// Memory of `device`, not zeroed; `bytes` is a multiple of granularity(). @throws Error(capacity).
+  /// Allocates memory of `device`, not zeroed; `bytes` is a multiple of granularity().
+  /// @throws Error(capacity).
   static PeerMemory create(int device, std::size_t bytes, bool is_shared);
-  /// The memory behind another process's descriptor, which stays the caller's to close.
+  /// Imports another process's memory from its descriptor. The caller still closes the descriptor.
   static PeerMemory import(int descriptor);
 
   PeerMemory(PeerMemory&& other) noexcept;
@@ -24,12 +25,12 @@ class PeerMemory {
   ~PeerMemory();
 
   CUmemGenericAllocationHandle handle() const { return handle_; }
-  /// A descriptor for import() elsewhere, for the caller to close.
+  /// A descriptor for import() in another process. The caller closes it.
   int export_descriptor() const;
 
-  /// Bytes that sizes and strides of memory of `device` are multiples of.
+  /// Sizes and strides of memory of `device` are multiples of this, in bytes.
   static std::size_t granularity(int device);
-  /// Stride of memories of `device` of `bytes` each: whole granules, and a multiple of `multiple`.
+  /// Stride for memories of `device` with `bytes` each: a multiple of the granularity and of `multiple`.
   static std::size_t stride(int device, std::size_t bytes, std::size_t multiple);
 
  private:
@@ -37,12 +38,12 @@ class PeerMemory {
   CUmemGenericAllocationHandle handle_ = 0;
 };
 
-/// The memories of all ranks of a group, mapped one behind the other. Its end waits for the devices, which
-/// may use it.
+/// The memories of all ranks of a group, mapped contiguously. The destructor waits for the devices, whose
+/// kernels may still use them.
 class PeerRange {
  public:
-  /// Maps memories[r], each of `stride` bytes, for `devices` of this process to use.
-  /// @throws Error(unsupported) if one of them cannot reach one of the memories.
+  /// Maps memories[r], each of `stride` bytes, into the address space of `devices` of this process.
+  /// @throws Error(unsupported) if a device cannot reach one of the memories.
   PeerRange(std::vector<PeerMemory> memories, std::size_t stride, std::vector<int> devices);
   PeerRange(const PeerRange&) = delete;
   PeerRange& operator=(const PeerRange&) = delete;
@@ -50,7 +51,7 @@ class PeerRange {
 
   std::byte* part(int rank) const { return first_ + static_cast<std::int64_t>(rank) * stride(); }
   std::int64_t stride() const { return static_cast<std::int64_t>(stride_); }
-  /// Zeroes the part of `rank`, which is memory of `device`, and waits for that.
+  /// Zeroes the part of `rank`, which is memory of `device`, and waits until that is done.
   void zero(int rank, int device) const;
 
  private:
@@ -63,7 +64,7 @@ class PeerRange {
   std::size_t mapped_ = 0;  // memories
 };
 
-/// Whether the driver gives the virtual memory that this needs, and `device` reaches that of `other`.
+/// Whether the driver supports this virtual memory and `device` can reach the memory of `other`.
 bool can_share_memory(int device, int other);
 
 }  // namespace helix::cuda

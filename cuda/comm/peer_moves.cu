@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives over peer memory. Each block takes a stripe of every message and goes round by round: it writes
+// Collectives over peer memory. Each block takes a stripe of every message and proceeds in rounds: it writes
 // a piece of the stripe into a slot at each peer, sets the flags, waits for the peers' flags, and reads its
-// own slots. Bound by latency at decode sizes (a flag crosses NVLink in 1.2 us), above by what few SMs push.
+// own slots. Latency-bound at decode sizes (a flag crosses NVLink in 1.2 us); above, bound by what few SMs
+// can push.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +19,7 @@ namespace {
 
 constexpr int kThreads = 512;
 
-/// The part of `bytes` that a block moves; whole units of 16 bytes but for the last.
+/// The part of `bytes` that a block moves, a multiple of 16 bytes except at the end.
 struct Stripe {
   std::int64_t begin;
   std::int64_t bytes;
@@ -30,7 +31,7 @@ struct Stripe {
   }
 };
 
-/// Copies by all threads of the block. What `from` points to may have been written by peers: not from L1.
+/// Copies with all threads of the block. Peers may have written `from`, so reads bypass L1.
 __device__ __forceinline__ void copy_bytes(std::byte* to, const std::byte* from, std::int64_t bytes) {
   const auto bits = reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from);
   std::int64_t done = 0;
@@ -51,7 +52,7 @@ __device__ __forceinline__ void copy_bytes(std::byte* to, const std::byte* from,
     reinterpret_cast<unsigned char*>(to)[i] = __ldcg(reinterpret_cast<const unsigned char*>(from) + i);
 }
 
-/// A packet that peers may have written: not from L1.
+/// Loads a packet that peers may have written, bypassing L1.
 template <class Packet>
 __device__ __forceinline__ Packet fresh(const void* from) {
   using Word = std::conditional_t<sizeof(Packet) == 16, uint4,
@@ -71,13 +72,13 @@ struct Rounds {
   int most;
 };
 
-/// What the two ends of a message of `bytes` put into its flags, of a call with this tag.
+/// The tag in the flags of a message of `bytes`, of a call with tag `tag`.
 __device__ __forceinline__ std::uint32_t tag_with(std::uint32_t tag, std::int64_t bytes) {
   return tag ^ static_cast<std::uint32_t>(bytes) ^ static_cast<std::uint32_t>(bytes >> 32);
 }
 
-/// Sets the flags of a round, send_tag(p) to peer p, and waits for the peers', recv_tag(p) from p; all
-/// threads. Returns whether all have come.
+/// Sets the flags of a round, send_tag(p) for peer p, and waits for the peers' flags, recv_tag(p) from p; all
+/// threads. Returns whether all came.
 template <class SendTag, class RecvTag>
 __device__ bool meet(const BlockChannel& ends, Rounds& rounds, const SendTag& send_tag,
                      const RecvTag& recv_tag) {
@@ -92,7 +93,7 @@ __device__ bool meet(const BlockChannel& ends, Rounds& rounds, const SendTag& se
   return __syncthreads_and(is_there) != 0;
 }
 
-/// Ends a round; all threads have read their slots.
+/// Ends a round, when all threads have read their slots.
 __device__ void finish_round(const BlockChannel& ends, Rounds& rounds) {
   const int p = static_cast<int>(threadIdx.x);
   __syncthreads();
@@ -103,7 +104,7 @@ __device__ void finish_round(const BlockChannel& ends, Rounds& rounds) {
   __syncthreads();
 }
 
-/// Reads the counts; left[p] = rounds_with(p) for all but this rank. False: this rank has given up.
+/// Reads the counts and sets left[p] = rounds_with(p) for all peers. Returns false if this rank has given up.
 template <class RoundsWith>
 __device__ bool begin_rounds(const BlockChannel& ends, Rounds& rounds, const RoundsWith& rounds_with) {
   const int p = static_cast<int>(threadIdx.x);
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A sum of packets of kCount elements; the stripe of a block begins at a whole packet.
+/// Sums in packets of kCount elements. The stripe of a block begins at a whole packet.
 template <class T, int kCount>
 __global__ void __launch_bounds__(kThreads)
     reduce_kernel(const __grid_constant__ PeerChannel channel, const __grid_constant__ PeerReduction call) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives over peer memory: what their kernels are given.
+// Arguments of the kernels of collectives over peer memory.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,9 @@
 
 namespace helix::cuda {
 
-/// Bytes that a rank sends to, and receives from, each rank of the group, itself included; flags carry them,
-/// so that two ranks that disagree fail. Two ranks that have nothing for each other meet only if `all_meet`.
+/// Bytes that a rank sends to, and receives from, each rank of the group, itself included. Flags carry the
+/// lengths, so ranks that disagree fail. Two ranks with nothing for each other exchange flags only if
+/// `all_meet`.
 struct PeerMoves {
   const std::byte* in = nullptr;
   std::byte* out = nullptr;
@@ -22,14 +23,14 @@ struct PeerMoves {
   std::int64_t recv_begin[kMaxPeers] = {};
   std::int64_t recv_bytes[kMaxPeers] = {};
   bool all_meet = false;
-  std::uint32_t tag = 0;  ///< Of the call; equal on the two ends.
+  std::uint32_t tag = 0;  ///< Identifies the call; equal on both ends.
 };
 
-/// Queues the moves on `blocks` channels, equal on all ranks that meet.
+/// Queues the moves on `blocks` channels; all ranks that meet must use the same number.
 void peer_move(const PeerChannel& channel, const PeerMoves& moves, int blocks, StreamHandle stream);
 
-/// out [count] = the sum over ranks r, in rank order and in f32, of in [count] of rank r, or of slice `rank`
-/// of in [size, count] where `is_scatter`. `out` may be `in`, or the rank's own slice of it.
+/// out [count] = the sum over ranks r, in rank order and in f32, of in [count] of rank r. If `is_scatter`, in
+/// is [size, count] and out gets slice `rank`. `out` may be `in`, or the rank's own slice of it.
 struct PeerReduction {
   const void* in = nullptr;
   void* out = nullptr;
@@ -39,7 +40,7 @@ struct PeerReduction {
   std::uint32_t tag = 0;
 };
 
-/// Queues the reduction on `blocks` channels, equal on all ranks.
+/// Queues the reduction on `blocks` channels; all ranks must use the same number.
 void peer_reduce(const PeerChannel& channel, const PeerReduction& reduction, int blocks, StreamHandle stream);
 
 }  // namespace helix::cuda

@@ -69,7 +69,7 @@ void PeerRanges::keep(const std::vector<int>& devices, std::unique_ptr<PeerRange
     kept_.push_back({devices, nullptr});
     kept_.back().range = std::move(range);
   } catch (...) {
-    // No memory to note it: it is unmapped at once.
+    // No memory to keep it: it is unmapped now.
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PeerRanges: the memory that ranks which are threads of one process map for each other.
+// PeerRanges: memory that the ranks of one process, which are threads, map for each other.
 #pragma once
 
 #include <cstddef>
@@ -11,19 +11,20 @@
 
 namespace helix::cuda {
 
-/// The ranges of all groups of a root. To unmap one is to wait for the devices of all its ranks, whose
-/// kernels may wait for what the caller has not queued yet. So one that nobody holds any more stays mapped
-/// for the next that is asked for, and all are unmapped with the last group.
+/// The mapped ranges of all groups of a root. Unmapping a range waits for the devices of all its ranks, whose
+/// kernels may wait for work that the caller has not queued yet. So a range that is no longer used stays
+/// mapped for reuse, and all are unmapped with the last group.
 class PeerRanges : public std::enable_shared_from_this<PeerRanges> {
  public:
   static std::shared_ptr<PeerRanges> create() { return std::shared_ptr<PeerRanges>(new PeerRanges); }
 
   struct Taken {
     std::shared_ptr<const PeerRange> range;
-    bool is_zeroed = false;  ///< Else it has been used, and kernels may still use it.
+    bool is_zeroed = false;  ///< If not, it was used before, and kernels may still use it.
   };
-  /// Memory by rank on `devices`, `bytes` each at least, at a stride that is a multiple of `multiple` bytes.
-  /// @throws Error(unsupported) if the devices do not reach each other's memory, Error(capacity).
+  /// Takes a range for ranks on `devices`, with at least `bytes` for each, at a stride that is a multiple of
+  /// `multiple` bytes. @throws Error(unsupported) if the devices do not reach each other's memory,
+  /// Error(capacity).
   Taken take(const std::vector<int>& devices, std::size_t bytes, std::size_t multiple);
 
  private:

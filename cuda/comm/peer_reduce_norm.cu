@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators::reduce_norm over windows: how a call is cut, and its launch.
+// cuda::Operators::reduce_norm over windows: divides a call, and launches it.
 #include <algorithm>
 #include <cstdint>
 
@@ -17,22 +17,22 @@
 namespace helix::cuda {
 namespace {
 
-/// Packets of a row that a block of a cluster takes, where rows are few.
+/// Packets of a row per block of a cluster, if rows are few.
 constexpr int kPartPackets = 256;
-/// Packets of a row that one block takes alone. Beside products a cluster of two costs more than it sends
-/// faster: eight layers of the 8B shape, rows of 512 packets, KVP 2 0.760 ms with clusters and 0.749 without,
-/// TPA 2 0.675 and 0.667, though alone in a graph larger clusters are faster (rows of 1024 packets by
-/// clusters of four 4.4 us).
+/// Packets of a row that one block takes alone. Between products, a cluster of two costs more than its faster
+/// sends gain: eight layers of the 8B shape (rows of 512 packets) take 0.760 ms with clusters and 0.749
+/// without at KVP 2, 0.675 and 0.667 at TPA 2. Alone in a graph larger clusters are faster (rows of 1024
+/// packets in clusters of four: 4.4 us).
 constexpr int kWholePackets = kPeerNormThreads;
 constexpr int kMaxParts = 8;  // blocks of a cluster, on any device of compute capability 9.0
 constexpr std::int64_t kMaxSealedBytes = 256 << 10;  // of a rank's rows
-/// Bytes that a rank sends, beyond which all_reduce and rms_norm do it, over NCCL where it is there.
+/// If a rank would send more bytes, all_reduce and rms_norm take over, over NCCL if there is one.
 constexpr std::int64_t kMaxSentBytes = 4 << 20;
-/// What a second trip to the peers costs, in bytes that a rank could have sent: 3 us at 300 GB/s.
+/// Cost of a second trip to the peers, in bytes that a rank could have sent: 3 us at 300 GB/s.
 constexpr std::int64_t kTripBytes = 900 << 10;
 
-/// Bytes that a rank sends of `bytes` bytes of rows in one shot, and in two: its part of the others' shares,
-/// and the sums of its own to all.
+/// Bytes that a rank sends for `bytes` of rows: in one shot, and in two (its parts of the others' shares,
+/// then the sums of its own share to all).
 constexpr std::int64_t one_shot_bytes(std::int64_t bytes, int ranks) {
   return bytes * (ranks - 1);
 }
@@ -40,7 +40,7 @@ constexpr std::int64_t two_shot_bytes(std::int64_t bytes, int ranks) {
   return 2 * bytes * (ranks - 1) / ranks;
 }
 
-/// The cut of `rows` rows of `packets` packets; false: none fits the slots, or NCCL is faster.
+/// Divides `rows` rows of `packets` packets. False: no plan fits the slots, or NCCL is faster.
 bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packets, bool has_clusters,
                PeerNormPlan& plan) {
   const std::int64_t bytes = rows * packets * 16;
@@ -66,7 +66,7 @@ bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packe
   return plan.rows_a_round > 0 && plan.row_packets <= kPeerNormPackets * plan.threads;
 }
 
-/// What two ranks must agree on whose messages meet.
+/// Hash of what two ranks must agree on for their messages to match.
 std::uint32_t tag_of(std::int64_t rows, std::int64_t width, DType dtype, const PeerNormPlan& plan) {
   return call_tag(0x6e6f726d, {rows, width, static_cast<std::int64_t>(dtype), plan.groups, plan.parts,
                                plan.rows_a_round, plan.has_shares});
@@ -89,7 +89,7 @@ bool Operators<T>::reduce_norm(const PeerChannel& channel, const ReduceNormArgs<
   const std::int64_t width = args.residual.extent(1);
   const bool has_norm = !args.weight.empty();
   if (rows == 0 || width == 0) return true;
-  // By what all ranks share: their messages meet.
+  // By values that all ranks share: their messages must match.
   PeerNormPlan plan;
   if (width % kVector<T> != 0 || args.weight.dtype == DType::fp8_e4m3 ||
       (has_norm && !args.out.is_contiguous()) ||

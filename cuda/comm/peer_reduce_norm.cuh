@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // All-reduce, residual and norm as one kernel over the memory of peers.
 //
-// Everyone sends its part to everyone and sums all parts itself, in rank order: one-shot; in two shots, which
-// are fewer bytes between many ranks: peer_reduce_norm_shares.cuh. A long row is split over the
-// blocks of a cluster, each a channel of its own, so that few rows still leave by several SMs. Messages are
-// small at decode sizes, and sealed, so that no round trip lies between data and flag. Larger ones are plain
-// data with a flag behind it.
+// One shot: each rank sends its part to all ranks, and sums all parts itself in rank order. The two-shot
+// form, which sends fewer bytes among many ranks, is in peer_reduce_norm_shares.cuh. A long row is split over
+// the blocks of a cluster, each with its own channel, so that even few rows leave through several SMs. Small
+// messages, as when decoding, are sealed, which saves a round trip between data and flag. Larger ones are
+// plain data followed by a flag.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace helix::cuda {
 
-/// The rows of one call; all dense.
+/// The rows of one call; all tensors are dense.
 template <class T, class W>
 struct PeerNormRows {
   T* partial;       // [rows, width]
@@ -31,23 +31,23 @@ struct PeerNormRows {
   float epsilon;
 };
 
-/// How a call is cut.
+/// How a call is divided.
 struct PeerNormPlan {
-  int groups = 1;  ///< Rows at a time.
-  int parts = 1;   ///< Blocks of a row: a cluster.
+  int groups = 1;  ///< Rows taken at a time.
+  int parts = 1;   ///< Blocks of a row, which form a cluster.
   int threads = 512;
-  int row_packets = 0;      ///< Packets of 16 bytes of a block's part of a row.
-  int rows_a_round = 1;     ///< In two shots: of each rank.
+  int row_packets = 0;      ///< 16-byte packets of a block's part of a row.
+  int rows_a_round = 1;     ///< Per block; in two shots, of each rank's share.
   bool is_sealed = false;   ///< Packets are their own flags.
   bool has_shares = false;  ///< Each rank sums a share of the rows: two shots.
-  std::uint32_t tag = 0;    ///< Of the flags: tells calls apart that are cut differently.
+  std::uint32_t tag = 0;    ///< Of the flags; differs between calls that are divided differently.
 };
 
-/// Packets of a row that a thread holds, at most; sealed: one.
+/// Most packets of a row that a thread holds; one if sealed.
 inline constexpr int kPeerNormPackets = 4;
 inline constexpr int kPeerNormThreads = 512;
 
-/// One block's part of the sums, in one shot. A rank sends rows * width * sizeof(T) * (size - 1) bytes.
+/// One block's part of a one-shot call. A rank sends rows * width * sizeof(T) * (size - 1) bytes.
 template <class T, class W, bool kSealed, int kPackets>
 struct PeerNormBlock {
   static constexpr int kElements = kVector<T>;
@@ -66,14 +66,14 @@ struct PeerNormBlock {
     packets = min(plan.row_packets, static_cast<int>(rows.width / kElements) - first_packet);
   }
 
-  /// Element of the tensors at which packet `i` of this block's part of a row begins.
+  /// Index of the tensors' element at which packet `i` of this block's part of `row` begins.
   __device__ std::int64_t element(std::int64_t row, int i) const {
     return row * rows.width + static_cast<std::int64_t>(first_packet + i) * kElements;
   }
-  /// Bytes from a slot's begin to packet `i` of the k-th row of a round.
+  /// Bytes from the start of a slot to packet `i` of the k-th row of a round.
   __device__ std::int64_t place(int k, int i) const { return (std::int64_t{k} * plan.row_packets + i) * 16; }
 
-  /// Calls use(j, i) for this thread's packets i of a row.
+  /// Calls use(j, i) for this thread's packets of a row; packet i is its j-th.
   template <class Use>
   __device__ __forceinline__ void each(const Use& use) const {
 #pragma unroll
@@ -83,7 +83,7 @@ struct PeerNormBlock {
     }
   }
 
-  /// What a thread brings of a row.
+  /// A thread's packets of a row.
   struct Own {
     uint4 part[kPackets];
     Packet residual[kPackets];
@@ -96,7 +96,7 @@ struct PeerNormBlock {
     });
   }
 
-  /// To all peers, as row number k of the round.
+  /// Sends a row, number k of the round, to all peers.
   __device__ __forceinline__ void send(const Own& own, int k,
                                        const std::uint32_t (&counts)[kMaxPeers]) const {
     const int rank = channel.waits.rank;
@@ -113,9 +113,9 @@ struct PeerNormBlock {
     });
   }
 
-  /// The sum of packet `i`, of which `own` is this rank's part, over the ranks. Asking for the packets of
-  /// several ranks at once is more code, which each launch fetches anew: 4.5 and 5.5 us for 4.2 and 5.1 of
-  /// two and four ranks and 16 kB.
+  /// Sums packet `i` over the ranks; `own` is this rank's. Requesting the packets of several ranks at once
+  /// was slower, because each launch fetches the additional code: 4.5 and 5.5 us instead of 4.2 and 5.1 us
+  /// for two and four ranks and 16 kB.
   __device__ __forceinline__ void sum(uint4 own, int k, int i, const std::uint32_t (&counts)[kMaxPeers],
                                       float (&total)[kElements]) const {
     const int rank = channel.waits.rank;
@@ -141,14 +141,14 @@ struct PeerNormBlock {
     }
   }
 
-  /// residual += sum, and its norm; sum_of(j, i, total) gives the sum of the row's packet i, this thread's
+  /// residual += sum, then its norm. sum_of(j, i, total) gives the sum of packet i of the row, this thread's
   /// j-th.
   template <class SumOf>
   __device__ __forceinline__ void finish(std::int64_t row, const Packet (&residual)[kPackets],
                                          const SumOf& sum_of) const {
     const bool has_norm = rows.out != nullptr;
     Vector<W, kElements> weight;
-    if (kPackets == 1 && has_norm && static_cast<int>(threadIdx.x) < packets)  // on its way meanwhile
+    if (kPackets == 1 && has_norm && static_cast<int>(threadIdx.x) < packets)  // loads while the sums arrive
       weight = *reinterpret_cast<const Vector<W, kElements>*>(rows.weight +
                                                               element(0, static_cast<int>(threadIdx.x)));
     float x[kPackets][kElements];
@@ -157,7 +157,7 @@ struct PeerNormBlock {
       sum_of(j, i, x[j]);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        x[j][e] = to_float(from_float<T>(x[j][e] + to_float(residual[j].elements[e])));  // as stored
+        x[j][e] = to_float(from_float<T>(x[j][e] + to_float(residual[j].elements[e])));  // rounded as stored
         squares += x[j][e] * x[j][e];
       }
       store_vector(rows.residual + element(row, i), x[j]);
@@ -174,15 +174,15 @@ struct PeerNormBlock {
     leave_cluster_sum(plan.parts);
   }
 
-  /// All rows of this block, some a round.
+  /// All rows of this block, some per round.
   __device__ void run(std::uint32_t (&counts)[kMaxPeers]) const {
     const int p = static_cast<int>(threadIdx.x);
     const bool is_peer = p < channel.waits.size && p != channel.waits.rank;
     std::int64_t first = blockIdx.x / plan.parts;
-    Own own;  // of a round's first row, asked for early where registers allow
+    Own own;  // the first row of a round, loaded early if registers allow
     if (kPackets == 1) load(first, own);
     if (p < channel.waits.size) counts[p] = ends.counts()[p];
-    // Blocks of a cluster need each other: one that has given up goes on and sends nothing.
+    // Blocks of a cluster need each other, so a block whose rank has given up continues but sends nothing.
     bool sends = may_send(channel.waits);
     for (;;) {
       const auto row_of = [&](int k) { return first + std::int64_t{k} * plan.groups; };
@@ -213,7 +213,7 @@ struct PeerNormBlock {
       first += std::int64_t{plan.groups} * plan.rows_a_round;
       const bool is_last = first >= rows.rows;
       if (kSealed && !is_last)
-        __threadfence_system();  // places are clear before peers hear of the next round
+        __threadfence_system();  // places are cleared before peers hear of the next round
       __syncthreads();
       if (is_peer) ends.counts()[p] = ++counts[p];
       if (is_last) return;
@@ -223,8 +223,7 @@ struct PeerNormBlock {
   }
 };
 
-/// What `Block` does, PeerNormBlock or PeerNormShares, each block its part. Bound by latency up to about 128
-/// KB.
+/// Runs `Block`, a PeerNormBlock or PeerNormShares, for each block's part. Latency-bound up to about 128 KB.
 template <class Block, class T, class W>
 __global__ void __launch_bounds__(kPeerNormThreads)
     peer_norm_kernel(const __grid_constant__ PeerChannel channel,

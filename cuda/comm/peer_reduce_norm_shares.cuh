@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // All-reduce, residual and norm over the memory of peers in two shots: each rank sums a share of the rows,
-// and sends the sums to all.
+// then sends the sums to all.
 //
-// Of `size` ranks one sends 2 (size - 1) / size of the rows' bytes, where one shot is size - 1, and waits
-// twice. The sums travel as T, the same bits for all ranks.
+// Each of `size` ranks sends 2 (size - 1) / size times the bytes of the rows instead of size - 1 times, but
+// waits twice. Sums travel as T, with the same bits on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace helix::cuda {
 
-/// One block's part. A round is rows_a_round rows of each rank's share; message 1 of a round is what a rank
-/// brings to the reader's share, message 2 the sums of the sender's.
+/// One block's part. A round covers rows_a_round rows of each rank's share. Message 1 of a round holds the
+/// sender's part of the reader's share, message 2 the sums of the sender's share.
 template <class T, class W, int kPackets>
 struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
   using Block = PeerNormBlock<T, W, false, kPackets>;
@@ -29,8 +29,8 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
 
   using Block::Block;
 
-  /// The k-th row of `owner`'s share in the round that begins at row `first`. Which ranks come first differs
-  /// by block, so that few rows are dealt out to all.
+  /// The k-th row of `owner`'s share in the round that begins at row `first`. The order of ranks differs by
+  /// block, so that few rows are spread over all ranks.
   __device__ std::int64_t row_of(std::int64_t first, int owner, int k) const {
     const int turn = (owner + static_cast<int>(blockIdx.x) / plan.parts) % channel.waits.size;
     return first + (std::int64_t{turn} * plan.rows_a_round + k) * plan.groups;
@@ -48,12 +48,12 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
   __device__ __forceinline__ uint4* part(std::int64_t row, int i) const {
     return reinterpret_cast<uint4*>(rows.partial + element(row, i));
   }
-  /// Packet i of the k-th row of a share, in message `count` of `sender` to `reader`.
+  /// Packet i of the k-th row of a share, in message `count` from `sender` to `reader`.
   __device__ __forceinline__ uint4* packet(int reader, std::uint32_t count, int sender, int k, int i) const {
     return reinterpret_cast<uint4*>(ends.slot(reader, count, sender) + place(k, i));
   }
 
-  /// This rank's part of the others' shares, to them.
+  /// Sends this rank's parts of the other ranks' shares.
   __device__ __forceinline__ void send_parts(std::int64_t first,
                                              const std::uint32_t (&counts)[kMaxPeers]) const {
     for_peers(channel.waits, [&](int p) {
@@ -63,7 +63,7 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
     });
   }
 
-  /// The sums of this rank's share, in rank order, to all; its own take the place of its part.
+  /// Sums this rank's share in rank order and sends the sums to all. They overwrite this rank's part.
   __device__ __forceinline__ void send_sums(std::int64_t first,
                                             const std::uint32_t (&counts)[kMaxPeers]) const {
     const int rank = channel.waits.rank;
@@ -88,7 +88,7 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
     });
   }
 
-  /// All rows, from the sums.
+  /// Finishes all rows of the round from their sums.
   __device__ __forceinline__ void finish_rows(std::int64_t first,
                                               const std::uint32_t (&counts)[kMaxPeers]) const {
     const int rank = channel.waits.rank;
@@ -109,8 +109,8 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
     }
   }
 
-  /// Message `number` of this round has been written by all threads: tells the peers if `sends`, and waits
-  /// for theirs. Returns whether what follows may be sent.
+  /// Called when all threads have written message `number` of this round. Tells the peers if `sends`, then
+  /// waits for their messages. Returns whether this rank may send what follows.
   __device__ __forceinline__ bool meet(int number, const std::uint32_t (&counts)[kMaxPeers],
                                        bool sends) const {
     const int p = static_cast<int>(threadIdx.x);

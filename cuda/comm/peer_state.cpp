@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of a group's channels, and how its failures are found and told.
+// The memory of a group's channels, and how failures are found and reported.
 #include "cuda/comm/peer_state.hpp"
 
 #include <algorithm>
@@ -17,18 +17,18 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kChannels = 64;                     // of a GPU, shared by its ranks
-constexpr int kSharedBlocks = 128;                // of kernels that wait, by all ranks that share a large GPU
-constexpr std::int64_t kPiecesBytes = 128 << 10;  // of a channel, in turn: the slots of all senders
-constexpr std::int64_t kBlockBytes = 8 << 10;     // that a block moves before another one helps
-constexpr std::int64_t kFlaggedWords = 2048;      // of a block, in turn: those of all senders
+constexpr int kChannels = 64;                     // channels of a GPU, shared by its ranks
+constexpr int kSharedBlocks = 128;                // of waiting kernels, all ranks on one large GPU
+constexpr std::int64_t kPiecesBytes = 128 << 10;  // of a channel's slots of one parity, all senders
+constexpr std::int64_t kBlockBytes = 8 << 10;     // bytes that a block moves before another one helps
+constexpr std::int64_t kFlaggedWords = 2048;      // of a block's slots of one parity, all senders
 
-/// By so much the host outlasts the kernels, which know whom they wait for.
+/// How much longer the host waits than the kernels, which record the peer that they waited for.
 constexpr milliseconds kRecordGrace{500};
-/// How long the failure of another rank may take to be known here after its kernel has given up.
+/// How long to wait for the report of the rank because of which a kernel has given up.
 constexpr milliseconds kCauseGrace{500};
 
-/// Where the parts of a channel window begin, in bytes; poison words come first.
+/// Offsets in bytes of the parts of a channel window, which begins with the poison words.
 struct ChannelLayout {
   std::int64_t channels, piece, most_flagged_words, counts, flagged_word_counts, flags, slots, sealed,
       flagged_words, bytes;
@@ -47,8 +47,8 @@ struct ChannelLayout {
         bytes(flagged_words + kMaxFlaggedWordBlocks * 2 * size * most_flagged_words * 8) {}
 };
 
-/// Blocks of a kernel that waits, of a rank of `ranks` that share `device`: all of them fit there at once,
-/// one an SM.
+/// Most blocks of a waiting kernel of one of `ranks` ranks on `device`: those of all ranks fit there at once,
+/// one per SM.
 int most_waiting_blocks(int device, int ranks) {
   int num_sms = 0;
   HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
@@ -81,7 +81,7 @@ void PeerFamily::fail(const std::string& text) noexcept {
     own_text = text;
     hosts_text = text;
   } catch (...) {
-    // Out of memory for the words: all waits are ended all the same.
+    // Out of memory for the text: still end all waits.
   }
   {
     const std::lock_guard lock(mutex);
@@ -117,7 +117,7 @@ void PeerFamily::fail_with_hosts() noexcept {
     const std::lock_guard lock(root->mutex);
     text = root->failure;
   } catch (...) {
-    // Out of memory for the words: the family fails without.
+    // Out of memory for the text: the family fails without it.
   }
   fail(text);
 }
@@ -162,7 +162,7 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
 }
 
 void PeerComm::State::expect_no_failure() const {
-  const PeerFailure* const failure = own->failure();  // whose kernels end as if they had succeeded
+  const PeerFailure* const failure = own->failure();  // kernels that gave up seem to succeed
   family->throw_if_failed();
   if (failure != nullptr) throw_failure(*failure);
 }
@@ -195,7 +195,7 @@ void PeerComm::State::check_nccl() const {
   if (!nccl) return;
   try {
     nccl->check();
-  } catch (const Error& error) {  // which NCCL's own family, and with a Bootstrap the job, know of
+  } catch (const Error& error) {  // NCCL's own family, and the job if there is a Bootstrap, already know
     const std::string text = error.what();
     family->fail(error.code() == ErrorCode::peer_failed ? text
                                                         : comm::Root::failure_of(own->root_rank, text));
@@ -213,7 +213,7 @@ void PeerComm::State::throw_failure(const PeerFailure& failure) const {
     const Clock::time_point deadline = Clock::now() + kCauseGrace;
     while (Clock::now() < deadline) {
       family->throw_if_failed();
-      // The family hears of it behind NCCL's part, whose end may take seconds.
+      // The family is told only after NCCL's part has ended, which may take seconds.
       if (family->bootstrap) family->bootstrap->check();
       std::this_thread::sleep_for(milliseconds(1));
     }

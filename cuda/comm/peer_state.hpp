@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands behind a PeerComm: its group, what all groups of a rank share, and what all groups of a root.
+// The state of a PeerComm: its group, what all groups of a rank share, and what all groups of a root share.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ namespace helix::cuda {
 using comm::Clock;
 using comm::milliseconds;
 
-/// What kernels and the host of one rank tell each other; host memory.
+/// What kernels and the host of one rank tell each other. Host memory.
 struct PeerReport {
   PeerFailure failure;
   std::uint32_t abort = 0;
@@ -44,7 +44,7 @@ struct PeerRank {
   Buffer stop;          // a PeerStop
   RankProgress progress;
   std::mutex mutex;
-  std::vector<std::vector<int>> groups;  // root ranks of each group, by PeerWaits::group
+  std::vector<std::vector<int>> groups;  // by PeerWaits::group: the root ranks of that group
 
   PeerReport& host() const { return *reinterpret_cast<PeerReport*>(report.data()); }
   /// What a kernel of this rank recorded, if anything.
@@ -57,17 +57,17 @@ struct PeerFamily {
   std::atomic<bool> has_failed = false;
   std::string failure;
   std::vector<std::shared_ptr<PeerRank>> ranks;  // of this process
-  std::shared_ptr<comm::Root> root;              // of threads: where their hosts meet
-  std::optional<comm::Bootstrap> bootstrap;      // of processes
-  std::vector<NcclComm> nccl;                    // of the root group, to end it
+  std::shared_ptr<comm::Root> root;              // if ranks are threads: where their hosts meet
+  std::optional<comm::Bootstrap> bootstrap;      // if ranks are processes
+  std::vector<NcclComm> nccl;                    // of the root group, to abort it
   milliseconds timeout{0};
 
-  /// Longest that a host waits for a stream: the kernels on it come first.
+  /// Longest that a host waits for a stream: its kernels time out first.
   milliseconds limit() const;
-  /// Ends all waits of this process. The first failure wins.
+  /// Ends all waits in this process. The first failure wins.
   void fail(const std::string& text) noexcept;
   void throw_if_failed();
-  /// Where threads have failed to meet: ends the waits of their kernels too.
+  /// Called after threads have failed to meet: ends the waits of their kernels too.
   void fail_with_hosts() noexcept;
   /// "; rank 2 is behind: its call 7 was all_reduce, this rank made 8" or nothing.
   std::string laggards(const PeerRank& own) const;
@@ -80,33 +80,33 @@ struct PeerComm::State {
   std::optional<NcclComm> nccl;
   std::vector<int> root_ranks;
   int rank = 0;
-  int ranks_a_device = 1;  // most ranks of the root that share one
+  int ranks_a_device = 1;  // most ranks of the root on one device
   std::shared_ptr<const PeerRange> range;
   PeerChannel channel;
 
   int size() const { return static_cast<int>(root_ranks.size()); }
   bool has_windows() const { return hosts->why_apart().empty(); }
-  /// Lays the channels of the group into `memory`, of channel_bytes(); null: allocates that. Collective.
+  /// Places the channels of the group in `memory`, of channel_bytes(); allocates it if null. Collective.
   void open_channel(std::shared_ptr<const PeerRange> memory = nullptr);
 
   /// @throws the failure of the family, or what a kernel of this rank recorded, after ending the family.
   void expect_no_failure() const;
-  /// Notes what is called next. @throws as expect_no_failure().
+  /// Records the next call. @throws what expect_no_failure() throws.
   void begin(const char* operation) const;
-  /// The same of what needs messages. @throws Error(unsupported) where nothing carries them.
+  /// As begin(), for a call that sends messages. @throws Error(unsupported) if there is no transport.
   void begin_message(const char* operation) const;
-  /// @throws Error(unsupported) where nothing carries messages, alike on all ranks.
+  /// @throws Error(unsupported), on all ranks, if there is no transport: neither windows nor NCCL.
   void expect_transport() const;
   /// Whether a message of `bytes` goes over NCCL.
   bool is_for_nccl(std::int64_t bytes) const;
-  /// Channels for messages of `bytes` in all.
+  /// The number of channels for messages of `bytes` in total.
   int blocks_for(std::int64_t bytes) const;
 
-  /// @throws what has failed over NCCL, after ending the family. What NCCL aborts seems to succeed: to be
-  /// called once work has ended too.
+  /// @throws a failure of NCCL, after ending the family. Work that NCCL aborts seems to succeed, so call this
+  /// after work has ended, too.
   void check_nccl() const;
 
-  /// Ends the family, and with a Bootstrap the job.
+  /// Ends the family, and the job if there is a Bootstrap.
   void fail_everywhere(std::string_view reason) const noexcept {
     cuda::fail_everywhere(*family, own->root_rank, reason);
   }
@@ -114,10 +114,11 @@ struct PeerComm::State {
   [[noreturn]] void throw_failure(const PeerFailure& failure) const;
 };
 
-/// Bytes of the channels of a group of `size` ranks, of whose root `ranks_a_device` share a device.
+/// Bytes of the channels of a group of `size` ranks, if up to `ranks_a_device` ranks of its root share a
+/// device.
 std::int64_t channel_bytes(int size, int ranks_a_device);
 
-/// From this size on NCCL is used where it is there.
+/// Messages of at least this many bytes use NCCL if there is one.
 inline constexpr std::int64_t kNcclBytes = 1 << 20;
 
 }  // namespace helix::cuda

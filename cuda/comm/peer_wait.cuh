@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Flags in the memory of peers, and waits for them that end.
+// Flags in the memory of peers, and bounded waits for them.
 //
 // A wait polls this rank's own memory. It gives up when the deadline is past, when a peer says that it has
-// given up, or when the host aborts; it then records whom it waited for, tells the peers, and its kernel
-// returns. From then on nothing of this rank waits, so that the rest of a step runs through.
+// given up, or when the host aborts. It then records which peer it waited for and tells the peers, and its
+// kernel returns. From then on no kernel of this rank waits, so the rest of the step runs through.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ __device__ __forceinline__ std::uint64_t global_ns() {
   return now;
 }
 
-/// Stores a flag after all that this thread has written or seen written, for any GPU.
+/// Stores a flag with release semantics at system scope: after all that this thread has written or observed.
 __device__ __forceinline__ void release_flag(void* flag, std::uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
@@ -33,7 +33,8 @@ __device__ __forceinline__ std::uint32_t volatile_word(const std::uint32_t* word
   return *static_cast<const volatile std::uint32_t*>(word);
 }
 
-/// Calls use(peer) for all other ranks, the next one first: not all write into one memory at a time.
+/// Calls use(peer) for all other ranks, starting with the next, so that not all write to the same memory at
+/// once.
 template <class Use>
 __device__ __forceinline__ void for_peers(const PeerWaits& waits, const Use& use) {
   for (int step = 1; step < waits.size; ++step) {
@@ -42,26 +43,26 @@ __device__ __forceinline__ void for_peers(const PeerWaits& waits, const Use& use
   }
 }
 
-/// Whether this rank has stopped waiting. What it computes from then on is wrong, and must not be sent.
+/// Whether this rank has stopped waiting. Its later results are wrong and must not be sent.
 __device__ __forceinline__ bool has_given_up(const PeerWaits& waits) {
   return volatile_word(&waits.stop->gave_up) != 0;
 }
 
-/// Whether it has not, with one answer for all threads of the block, which meet here.
+/// Whether this rank has not given up; one answer for all threads of the block. A barrier.
 __device__ __forceinline__ bool may_send(const PeerWaits& waits) {
   return __syncthreads_or(threadIdx.x == 0 && has_given_up(waits)) == 0;
 }
 
-/// Records the failure unless one stands, and lets go all that waits in this rank, and the peers of this
-/// group that wait for it; those of its other groups hear of it by the hosts, or wait until their deadlines.
-/// On return the record is complete, or its writer takes longer than it may.
+/// Records the failure unless one is recorded already. Releases all waits of this rank, and of the peers of
+/// this group that wait for it. Peers in its other groups learn of the failure from the hosts, or wait until
+/// their deadlines. On return the record is complete, or its writer has taken too long.
 static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fault, int peer,
                                             std::uint64_t seen, std::uint64_t wanted) {
   PeerStop& stop = *waits.stop;
   if (fault != PeerFault::gave_up) atomicOr(&stop.missing, 1ull << peer);
   const bool is_first = atomicCAS(&stop.claim, 0u, 1u) == 0u;
   if (is_first) {
-    __nanosleep(50'000);  // others that give up now name their peers too
+    __nanosleep(50'000);  // meanwhile other threads that give up add their peers
     PeerFailure& failure = *waits.failure;
     failure.fault = fault;
     failure.group = waits.group;
@@ -69,7 +70,7 @@ static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fa
     failure.missing = atomicOr(&stop.missing, 0ull);
     failure.seen = seen;
     failure.wanted = wanted;
-    __threadfence_system();  // the host that sees is_complete sees the rest
+    __threadfence_system();  // a host that sees is_complete sees the rest
     *static_cast<volatile std::uint32_t*>(&failure.is_complete) = 1u;
     for (int p = 0; p < waits.size; ++p) {
       auto* word = reinterpret_cast<std::uint32_t*>(reinterpret_cast<std::byte*>(waits.poison + waits.rank) +
@@ -83,7 +84,7 @@ static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fa
   *static_cast<volatile std::uint32_t*>(&stop.gave_up) = 1u;
 }
 
-/// The peer that has given up, or -1. Own memory.
+/// The peer that has given up, or -1. Reads this rank's own memory.
 __device__ inline int poisoned_by(const PeerWaits& waits) {
   const auto* own = reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const std::byte*>(waits.poison) +
                                                            waits.rank * waits.stride);
@@ -92,19 +93,19 @@ __device__ inline int poisoned_by(const PeerWaits& waits) {
   return -1;
 }
 
-/// What a look at a peer's word found.
+/// What a look at a peer's word shows.
 enum class Seen { not_yet, there, wrong };
 
-/// What a word with count `seen` says of message `count`. No rank can be further ahead than two messages,
-/// which is how many slots there are: a count that seems to be is one from long ago, as messages of other
-/// kinds count too and leave this word alone.
+/// Compares the count `seen` of a word with the expected `count`. There are two slots, so a peer is at most
+/// two messages ahead. A count further ahead is an old one: messages of other kinds advance the count without
+/// writing this word.
 __device__ __forceinline__ Seen seen_count(std::uint32_t seen, std::uint32_t count) {
   constexpr std::uint32_t kNear = 3;
   return seen == count ? Seen::there : seen - count < kNear ? Seen::wrong : Seen::not_yet;
 }
 
-/// Looks until `look(value)`, which also returns what it saw, finds the word that is waited for. Returns
-/// whether it did; false: nothing is to be read. `value` is as the failure tells it.
+/// Polls `look(value)`, which reports what it saw and sets the `value` that a failure records, until it finds
+/// the expected word. Returns whether it did; if not, nothing may be read.
 template <class Look>
 __device__ __forceinline__ bool wait_for_peer(const PeerWaits& waits, int peer, std::uint64_t wanted,
                                               const Look& look) {
@@ -132,18 +133,18 @@ __device__ __forceinline__ bool wait_for_peer(const PeerWaits& waits, int peer, 
   return false;
 }
 
-/// A flag of message `count` of a call with this tag.
+/// The flag of message `count` of a call with this tag.
 __device__ __forceinline__ std::uint64_t flag_of(std::uint32_t count, std::uint32_t tag) {
   return static_cast<std::uint64_t>(count) << 32 | tag;
 }
 
-/// Place among all slots of a block's message `count` from `sender`.
+/// Index of the slot for message `count` of `block` from `sender`.
 __device__ __forceinline__ std::int64_t slot_place(const PeerChannel& channel, std::int64_t block,
                                                    std::uint32_t count, int sender) {
   return (block * 2 + (count & 1)) * channel.waits.size + sender;
 }
 
-/// The ends of one block's channel.
+/// One block's ends of its channel.
 struct BlockChannel {
   const PeerChannel& channel;
   int block;
@@ -152,11 +153,11 @@ struct BlockChannel {
     return slot_place(channel, block, count, sender);
   }
   __device__ std::byte* part(int rank) const { return channel.window + rank * channel.waits.stride; }
-  /// Slot of message `count` that `sender` writes in the memory of `reader`.
+  /// The slot in the memory of `reader` into which `sender` writes message `count`.
   __device__ std::byte* slot(int reader, std::uint32_t count, int sender) const {
     return part(reader) + channel.slots + place(count, sender) * channel.piece;
   }
-  /// Of the same message as sealed packets.
+  /// The slot of the same message as sealed packets.
   __device__ std::byte* sealed_slot(int reader, std::uint32_t count, int sender) const {
     return part(reader) + channel.sealed + place(count, sender) * channel.piece;
   }
@@ -167,7 +168,8 @@ struct BlockChannel {
     return channel.counts + static_cast<std::int64_t>(block) * channel.waits.size;
   }
 
-  /// Tells the peer that message `count` is in its slot: after a barrier behind the writes of all threads.
+  /// Tells the peer that message `count` is in its slot. Call after a barrier that follows the writes of all
+  /// threads.
   __device__ void send(int peer, std::uint32_t count, std::uint32_t tag) const {
     release_flag(flag(peer, count, channel.waits.rank), flag_of(count, tag));
   }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Processes of an island tell each other over local sockets, and each maps the others' memory by its
-// descriptors.
+// Processes of an island exchange descriptors over local sockets, and each maps the memory of the others.
 #include "cuda/comm/process_hosts.hpp"
 
 #include <algorithm>
@@ -17,7 +16,7 @@
 namespace helix::cuda {
 namespace {
 
-/// What the host of a rank calls: what processes tell each other first, so that calls which differ are seen.
+/// A host's call, which processes exchange first, so that differing calls are detected.
 struct HostCall {
   std::uint32_t is_split = 0;
   std::int32_t color = 0;
@@ -25,7 +24,7 @@ struct HostCall {
   std::uint32_t unused = 0;
   std::uint64_t bytes = 0;     // of a window
   std::uint64_t multiple = 0;  // of its stride
-  std::uint64_t stride = 0;    // by this rank's device
+  std::uint64_t stride = 0;    // for this rank's device
 
   std::string describe() const {
     if (is_split != 0) return "split";
@@ -34,7 +33,7 @@ struct HostCall {
   }
 };
 
-/// What ranks tell each other of a failure: 0, there is none, or 1 + its code.
+/// A failure as ranks tell each other: 0 for none, else 1 + its code.
 std::uint32_t verdict_of(const std::optional<Error>& failure) {
   return failure ? 1 + static_cast<std::uint32_t>(failure->code()) : 0;
 }
@@ -85,7 +84,7 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
     own = PeerMemory::create(device, stride, true);
     exported = comm::Socket(own->export_descriptor());
   } catch (const Error& error) {
-    failure = error;  // and no descriptor, or the others would wait for one
+    failure = error;  // sends no descriptor, but still takes part in the exchange
   }
   const std::vector<comm::Socket> descriptors = group_.exchange(exported);
   const auto is_own = [&](std::size_t i) { return static_cast<int>(i) == group_.rank(); };
@@ -103,7 +102,7 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
   } catch (const Error& error) {
     failure = error;
   }
-  // Nobody writes before all have zeroed. The first rank's failure is everybody's.
+  // No rank may write before all have zeroed. All ranks report the first rank's failure.
   const std::vector<std::uint32_t> verdicts = group_.all_of(verdict_of(failure));
   for (std::size_t i = 0; i < verdicts.size(); ++i) {
     if (verdicts[i] == 0) continue;

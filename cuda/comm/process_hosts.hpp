@@ -16,7 +16,7 @@
 
 namespace helix::cuda {
 
-/// A process of a job: what all of its groups share.
+/// What all groups of one process of a job share.
 struct PeerProcess {
   comm::Bootstrap bootstrap;
   std::shared_ptr<const comm::LocalLinks> links;
@@ -24,7 +24,7 @@ struct PeerProcess {
   int device = 0;
 };
 
-/// Ranks that are processes, of one island or of several.
+/// Hosts of ranks that are processes, of one island or of several.
 class ProcessHosts : public PeerHosts {
  public:
   ProcessHosts(std::shared_ptr<const PeerProcess> process, const std::vector<int>& root_ranks, int rank)
@@ -36,8 +36,8 @@ class ProcessHosts : public PeerHosts {
   Part split(int color, int key, NcclComm* nccl) override;
 
  private:
-  /// The values of all ranks: over local sockets where these join them, over the Bootstrap where they are all
-  /// ranks of the job, whose groups it does not know, else over NCCL.
+  /// Gathers a value from all ranks: over local sockets if these connect them; over the Bootstrap, which
+  /// knows no groups, if they are all ranks of the job; else over NCCL.
   template <class T>
   std::vector<T> all_of(const T& own, NcclComm* nccl) const;
 

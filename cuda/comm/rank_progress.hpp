@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankProgress: what a rank of this process has called so far, over NCCL and over windows alike.
+// RankProgress: how many calls a rank of this process has made; shared by NcclComm and PeerComm.
 #pragma once
 
 #include <atomic>
@@ -10,21 +10,21 @@
 
 namespace helix::cuda {
 
-/// The watch of a job learns after the timeout who is behind, and says it better than a bare timeout: so much
-/// longer it is waited for.
+/// How much longer than the timeout a wait lasts if there is a watch, which learns after the timeout who is
+/// behind and says it better than a bare timeout.
 inline constexpr std::chrono::milliseconds kWatchGrace{2000};
 
-/// The calls of one rank, to name those that are behind.
+/// Counts the calls of one rank, so that errors can name ranks that are behind.
 struct RankProgress {
   std::atomic<std::uint64_t> operations = 0;
   std::atomic<const char*> last = "start";  // "": the start of a step
 
-  /// Notes what the rank calls next.
+  /// Records the call that the rank makes next.
   void begin(const char* operation) {
     last.store(operation, std::memory_order_relaxed);
     count();
   }
-  /// Counts what it has called.
+  /// Counts one more call.
   void count() { operations.fetch_add(1, std::memory_order_relaxed); }
   std::uint64_t made() const { return operations.load(std::memory_order_relaxed); }
   std::string_view last_call() const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads meet as those of LocalComm do, and one of them maps the memory of all.
+// Threads meet as in LocalComm, and one of them maps the memory of all.
 #include "cuda/comm/thread_hosts.hpp"
 
 #include <exception>
@@ -21,7 +21,7 @@ std::vector<int> devices_of(const std::vector<int>& devices, const std::vector<i
   return own;
 }
 
-/// Of calls for which hosts only meet.
+/// The plan of a meeting that moves no data.
 comm::Move moves_nothing(const std::vector<comm::Call*>& /*calls*/) {
   return comm::Move();
 }
@@ -39,11 +39,11 @@ std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::s
   own.count = static_cast<std::int64_t>(bytes);
   own.root = static_cast<int>(multiple);
   meet(own, -1);
-  // Not while the root is locked: mapping waits for kernels of other groups, whose hosts have yet to meet.
+  // Do this without the root's lock: mapping waits for kernels of other groups, whose hosts have yet to meet.
   if (rank_ == 0) {
     try {
       own.taken = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
-    } catch (...) {  // ends this call on all ranks, and not the group
+    } catch (...) {  // ends this call on all ranks, but not the group
       own.refusal = std::current_exception();
     }
   }
@@ -104,7 +104,7 @@ void ThreadHosts::queue_together(comm::Call& call, int peer, const std::function
   try {
     meet(call, peer);
   } catch (const std::exception& error) {
-    group_->abort(rank_, error.what());  // unless that is what it died of
+    group_->abort(rank_, error.what());  // a no-op if the group has failed already
     if (failure) std::rethrow_exception(failure);
     throw;
   }

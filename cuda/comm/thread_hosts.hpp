@@ -15,13 +15,13 @@
 
 namespace helix::cuda {
 
-/// Ranks that are threads of one process.
+/// Hosts of ranks that are threads of one process.
 class ThreadHosts : public PeerHosts {
  public:
-  /// `devices`: by root rank, as `islands` are. `ranges`: of the root.
-  /// `meets`: before and after a kernel that waits is queued. Otherwise a rank that is ahead or behind may
-  /// call what waits for the device (cudaFree, the driver's mapping of memory): for another's kernel, which
-  /// waits for one that such a call keeps from being queued.
+  /// `devices` and `islands` are by root rank; `ranges` are the root's. `meets`: whether hosts meet before
+  /// and after they queue a kernel that waits for peers. Otherwise a rank that is ahead or behind may call
+  /// what waits for the device (cudaFree, mapping memory). Such a call waits for another rank's kernel, which
+  /// waits for a kernel that the call keeps from being queued.
   ThreadHosts(std::shared_ptr<const PeerIslands> islands, std::shared_ptr<PeerRanges> ranges,
               std::shared_ptr<comm::Group> group, int rank, std::vector<int> devices, bool meets)
       : PeerHosts(islands->why_apart(group->root_ranks)),
@@ -38,9 +38,10 @@ class ThreadHosts : public PeerHosts {
   Part split(int color, int key, NcclComm* nccl) override;
 
  private:
-  /// Returns when all of the group, or this rank and its peer, have come with equal calls.
+  /// Returns when all ranks of the group, or this rank and `peer`, have arrived with equal calls.
   void meet(comm::Call& call, int peer);
-  /// Zeroes this rank's part once no kernel of the group uses the range. Collective; returns when all have.
+  /// Zeroes this rank's part once no kernel of the group uses the range. Collective; returns when all ranks
+  /// are done.
   void zero_own(const PeerRange& range);
 
   std::shared_ptr<const PeerIslands> islands_;

@@ -6,8 +6,8 @@
 
 namespace helix::cuda {
 
-/// Sum of x over the block, for all threads; what they wrote to shared memory before is there for all, too.
-/// Once a kernel; blocks are whole warps. Warps that bring zeros change no bit of it.
+/// Sum of x over the block, for all threads. A barrier: earlier writes to shared memory become visible to
+/// all. At most one call per kernel. Blocks are whole warps; warps that add zeros do not change a bit.
 __device__ __forceinline__ float block_sum(float x) {
   __shared__ float sums[kWarp];
   const unsigned lane = threadIdx.x % kWarp;

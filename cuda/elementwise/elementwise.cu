@@ -16,15 +16,15 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Elements that thread (x of the block, x of the grid) begins with, for vectors of kCount.
+/// The first element of thread (x of the block, x of the grid), for vectors of kCount.
 template <int kCount>
 __device__ __forceinline__ std::int64_t first_element() {
   return (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kCount;
 }
 
-constexpr int kRopePairs = 256;  // whose cosines and sines a block holds at once
-constexpr int kRopeHeads = 16;   // of one block
-constexpr int kRopeVector = 4;   // pairs of a thread at once
+constexpr int kRopePairs = 256;  // pairs whose cosines and sines a block holds at once
+constexpr int kRopeHeads = 16;   // heads per block
+constexpr int kRopeVector = 4;   // pairs per thread at once
 
 template <class T>
 struct RopeHeads {
@@ -42,8 +42,8 @@ struct RopeHeads {
   float magnitude;
 };
 
-/// One block a token and kRopeHeads heads, which share one rotation a pair. A thread reads both halves
-/// of its kCount pairs before it writes them: in and out may be the same.
+/// One block per token and kRopeHeads heads, which share each pair's rotation. A thread reads both halves of
+/// its kCount pairs before it writes them, so in and out may be the same.
 template <class T, int kCount, bool kIsInterleaved>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeHeads<T> rope) {
   __shared__ Rotation rotations[kRopePairs];
@@ -57,14 +57,14 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeHeads<T> rope) {
 
   for (int tile = 0; tile < rope.pairs; tile += kRopePairs) {
     const int tile_pairs = min(kRopePairs, rope.pairs - tile);
-    if (tile > 0) __syncthreads();  // the tile before has been read
+    if (tile > 0) __syncthreads();  // the previous tile has been read
     for (int i = threadIdx.x; i < tile_pairs; i += kThreads)
       rotations[i] = Rotation::at(position, rope.inverse_frequency[tile + i], rope.magnitude);
     __syncthreads();
     const int vectors = tile_pairs / kCount;
     for (int i = threadIdx.x; i < heads * vectors; i += kThreads) {
       const int head = i / vectors;
-      const int pair = i % vectors * kCount;  // of the tile
+      const int pair = i % vectors * kCount;  // pair within the tile
       const std::int64_t first = kIsInterleaved ? 2 * (tile + pair) : tile + pair;
       const std::int64_t second = kIsInterleaved ? first + kCount : first + rope.pairs;
       float x[kCount];

@@ -29,9 +29,9 @@ struct RmsNormRows {
   float epsilon;
 };
 
-/// One block a row. Moves 2 to 4 rows of T; bound by latency at decode sizes. A thread reads its own elements
-/// again for the second pass: they are in L1, and any width fits. kIsOnce: they stay in its registers, since
-/// the threads are as many as the row has vectors.
+/// One block per row. Moves 2 to 4 rows of T; latency-bound at decode sizes. A thread reads its own elements
+/// again for the second pass, from L1, so any width fits. kIsOnce: there is a thread per vector of the row,
+/// so elements stay in registers.
 template <class T, class W, int kCount, bool kIsOnce>
 __global__ void rms_norm_kernel(RmsNormRows<T, W> rows) {
   start_next();
@@ -50,7 +50,7 @@ __global__ void rms_norm_kernel(RmsNormRows<T, W> rows) {
       float delta[kCount];
       load_vector(rows.delta + row * rows.delta_stride + i, delta);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) x[j] = to_float(from_float<T>(x[j] + delta[j]));  // as stored
+      for (int j = 0; j < kCount; ++j) x[j] = to_float(from_float<T>(x[j] + delta[j]));  // rounded as stored
       store_vector(residual + i, x);
     }
 #pragma unroll
@@ -75,7 +75,7 @@ __global__ void rms_norm_kernel(RmsNormRows<T, W> rows) {
 
 constexpr int kHeadRmsNormWarps = 4;
 
-/// One warp a head, in place.
+/// One warp per head, in place.
 template <class T, class W, int kCount>
 __global__ void __launch_bounds__(kHeadRmsNormWarps* kWarp)
     head_rms_norm_kernel(T* x, std::int64_t token_stride, std::int64_t head_stride, std::int64_t tokens,
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kHeadRmsNormWarps* kWarp)
 
 constexpr int kLogitNormThreads = 1024;
 
-/// One block a row.
+/// One block per row.
 template <class T>
 __global__ void __launch_bounds__(kLogitNormThreads)
     logit_norms_kernel(TensorView<const T, 3> logits, const std::int64_t* shard_begins, float* norms) {

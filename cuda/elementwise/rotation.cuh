@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rotary position embedding of one pair of a head's elements.
+// The rotary position embedding of one pair of elements of a head.
 #pragma once
 
 #include <cstdint>
 
 namespace helix::cuda {
 
-/// Cosine and sine of a pair at a position, each times the embedding's magnitude.
+/// Cosine and sine of a pair at a position, both multiplied by the embedding's magnitude.
 struct Rotation {
   float cosine;
   float sine;
 
-  /// Padding, at a position below 0, stays as it is. The product rounds to f32 as in the models' own code;
-  /// its cosine is then exact to f32.
+  /// Padding, at a negative position, is not rotated. The angle is a product rounded to f32, as in the
+  /// models' own code; its cosine is then exact to f32.
   static __device__ Rotation at(std::int64_t position, float inverse_frequency, float magnitude) {
     Rotation rotation{1.0f, 0.0f};
     if (position >= 0) {
@@ -23,7 +23,7 @@ struct Rotation {
     return rotation;
   }
 
-  /// Turns the pair. Named roundings: wherever it is turned, the bits are the same.
+  /// Rotates the pair. Explicitly rounded operations give the same bits in every kernel.
   __device__ __forceinline__ void turn(float& x, float& y) const {
     const float turned = fmaf(x, cosine, -__fmul_rn(y, sine));
     y = fmaf(y, cosine, __fmul_rn(x, sine));
@@ -31,8 +31,8 @@ struct Rotation {
   }
 };
 
-/// Where the elements of the pairs `pair` and `pair` + 1 of a head of `pairs` lie: two from `first` on and
-/// two from `second` on. Interleaved, each two are a pair; else the first ones of both, and the second ones.
+/// Where the elements of pairs `pair` and `pair` + 1 of a head of `pairs` lie: two from `first` on, two from
+/// `second` on. Interleaved, each two are a pair; else they are both first elements, and both second ones.
 template <bool kIsInterleaved>
 struct TwoPairs {
   int first;
@@ -41,7 +41,7 @@ struct TwoPairs {
   __device__ __forceinline__ TwoPairs(int pair, int pairs)
       : first(kIsInterleaved ? 2 * pair : pair), second(kIsInterleaved ? first + 2 : first + pairs) {}
 
-  /// Turns them, as loaded, by the rotations of both.
+  /// Rotates the loaded elements by the rotations of both pairs.
   static __device__ __forceinline__ void turn(const Rotation* rotations, float (&x)[2], float (&y)[2]) {
     if constexpr (kIsInterleaved) {
       rotations[0].turn(x[0], x[1]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exact merge of partials, row by row: what every combine kernel does once the partials are there.
+// The exact merge of partials, row by row, which all combine kernels share.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,11 @@ namespace helix::cuda {
 
 constexpr int kCombineThreads = 256;
 
-/// How a block of kCombineThreads splits over rows: `threads` (a power of two) each.
+/// How the kCombineThreads threads of a block are divided among rows: `threads` (a power of two) per row.
 struct RowShare {
   int threads;
 
-  /// The fewest threads that serve a row of `items` at once.
+  /// Chooses the fewest threads that cover `items` items of a row at once.
   explicit RowShare(std::int64_t items) : threads(1) {
     while (threads < kCombineThreads && threads < items) threads *= 2;
   }
@@ -60,21 +60,21 @@ struct CombineRows {
   LseConvention convention;  // of partial_lse
 };
 
-/// kCount columns of one row of ranks [begin, begin + kRanks).
+/// kCount columns of one row, from the ranks [begin, begin + kRanks).
 template <class T, int kCount, int kRanks>
 struct PartialColumns {
-  float lse[kRanks];  // natural; -inf where there is no such rank
+  float lse[kRanks];  // natural; -inf if there is no such rank
   Vector<T, kCount> out[kRanks];
 };
 
-/// Partials of one row that lie in memory.
+/// One row's partials, in memory.
 template <class T, bool kConverts>
 struct PartialRowInMemory {
   const CombineRows<T>& rows;
   const T* row_out;
   const float* row_lse;
 
-  /// Row (token, head) of partials that begin at `all_out` and `all_lse`.
+  /// The row (token, head) of the partials at `all_out` and `all_lse`.
   __device__ __forceinline__ PartialRowInMemory(const CombineRows<T>& of, const T* all_out,
                                                 const float* all_lse, std::int64_t token, std::int64_t head)
       : rows(of),
@@ -85,9 +85,9 @@ struct PartialRowInMemory {
     const float lse = row_lse[rank * rows.partial_lse_strides[0]];
     return kConverts ? to_natural(lse, rows.convention) : lse;
   }
-  /// What lies between the merge of a row and its store: nothing.
+  /// Called between the merge of a row and its store; nothing to do here.
   __device__ __forceinline__ void before_store() const {}
-  /// All asked for at once.
+  /// Issues all loads at once.
   template <int kCount, int kRanks>
   __device__ __forceinline__ void load(PartialColumns<T, kCount, kRanks>& to, int column, int begin) const {
 #pragma unroll
@@ -103,9 +103,9 @@ struct PartialRowInMemory {
   }
 };
 
-/// Merges the row of `token` and `head` of what `partials` loads; `share.threads` threads, each of which has
-/// kCount columns and computes the weights itself, which costs less than sharing them. Ranks in increasing
-/// order (invariant 7).
+/// Merges the row of `token` and `head` from `partials`, by `share.threads` threads. Each thread has kCount
+/// columns and computes the weights itself, which costs less than sharing them. Ranks in increasing order
+/// (invariant 7).
 template <int kCount, int kRanks, class T, class Partials>
 __device__ __forceinline__ void merge_partials(const CombineRows<T>& rows, const Partials& partials,
                                                const RowShare& share, std::int64_t token, std::int64_t head) {
@@ -158,8 +158,8 @@ void with_ranks(int ranks, const Use& use) {
   }
 }
 
-/// Calls visit(token, head) for the rows of block `block` of `blocks`, in turn and in the order in which they
-/// lie, tokens of a head one behind the other.
+/// Calls visit(token, head) for the rows of block `block` of `blocks`, in memory order: the tokens of one
+/// head follow each other.
 template <class T, class Visit>
 __device__ __forceinline__ void for_rows_of_block(const CombineRows<T>& rows, const RowShare& share,
                                                   unsigned block, unsigned blocks, const Visit& visit) {
@@ -189,7 +189,7 @@ CombineRows<T> combine_rows(const LseCombineArgs<T>& args) {
           args.convention};
 }
 
-/// Whether all rows are whole units of 16 bytes, and begin at such.
+/// Whether all rows begin at multiples of 16 bytes and are multiples of 16 bytes long.
 template <class T>
 bool has_aligned_rows(const LseCombineArgs<T>& args) {
   const auto& partial = args.partial_out;

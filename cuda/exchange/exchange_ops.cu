@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators: packing, checking and combining partial attention between KVP ranks.
+// cuda::Operators: packs, checks and combines partial attention between KVP ranks.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kWarp) stamp_kernel(StampArgs args) {
   write_headers(args);
 }
 
-/// Partials as rows of bytes, one a token and head, and where they go.
+/// Partials as rows of bytes, one per token and head, and where they go.
 struct PackRows {
   const std::byte* out;
   std::int64_t out_token_bytes;
@@ -47,8 +47,8 @@ struct PackRows {
   TargetSlot slot;           // of packed and packed_lse
 };
 
-/// The last block writes the headers; each other block copies rows, `share.threads` threads a row in units of
-/// Unit. Bytes read and written: tokens * heads * (Dv * sizeof(T) + 4) each.
+/// The last block writes the headers. The others copy rows, with `share.threads` threads per row, in units of
+/// Unit. Reads and writes tokens * heads * (Dv * sizeof(T) + 4) bytes each.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare share, StampArgs headers) {
   if (blockIdx.x == gridDim.x - 1) {
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare 
   for (std::int64_t i = share.thread(); i < units; i += share.threads) target[i] = source[i];
 }
 
-/// Rows of elements, one a token and head, that go as lines.
+/// Rows to be sent as lines, one per token and head.
 template <class T>
 struct LineSource {
   TensorView<const T, 3> out;
@@ -82,7 +82,8 @@ struct LineSource {
   LseConvention convention;  // of lse
 };
 
-/// `share.threads` threads a row. Reads tokens * heads * (Dv * sizeof(T) + 4) bytes and writes twice as many.
+/// `share.threads` threads per row. Reads tokens * heads * (Dv * sizeof(T) + 4) bytes and writes twice as
+/// many.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     pack_lines_kernel(LineSource<T> from, RowShare share, TargetSlot slot,
@@ -119,7 +120,7 @@ struct Check {
   unsigned* claim;
 };
 
-/// One warp. Records the lowest peer whose header is not what it must be, unless a failure stands already.
+/// Called by one warp. Records the lowest peer whose header is wrong, unless a failure is recorded already.
 __device__ void check_headers(const Check& check) {
   const CheckExchangeArgs& args = check.args;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -146,7 +147,7 @@ __device__ void check_headers(const Check& check) {
   failure->expected_epoch = expected_epoch;
   failure->tokens = header[2];
   failure->expected_tokens = static_cast<std::uint32_t>(args.tokens);
-  __threadfence_system();  // the host that sees is_complete sees the rest
+  __threadfence_system();  // a host that sees is_complete sees the rest
   *static_cast<volatile std::uint32_t*>(&failure->is_complete) = 1u;
 }
 
@@ -154,10 +155,10 @@ __global__ void __launch_bounds__(kWarp) check_kernel(Check check) {
   check_headers(check);
 }
 
-/// `share.threads` threads a row (token, head). Reads tokens * heads * ranks * (Dv * sizeof(T) + 4) bytes;
-/// bound by latency at decode sizes: up to kRanks ranks take one trip to memory. With kChecks the last block
-/// compares the messages' headers. Conversion from a foreign convention is a kernel of its own (kConverts): a
-/// branch between the loads cost the natural one 5 to 19 %.
+/// `share.threads` threads per row (token, head). Reads tokens * heads * ranks * (Dv * sizeof(T) + 4) bytes.
+/// Latency-bound at decode sizes, so up to kRanks ranks are loaded in one trip to memory. With kChecks the
+/// last block compares the messages' headers. kConverts (a foreign convention) is a separate kernel, because
+/// a branch between the loads cost the natural one 5 to 19 %.
 template <class T, int kCount, int kRanks, bool kChecks, bool kConverts>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineRows<T> rows, RowShare share, Check check) {
@@ -183,7 +184,7 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   const auto element = static_cast<std::int64_t>(sizeof(T));
   const PartialTarget<T>& target = args.target;
   if (target.lines.rows.out != nullptr) {
-    if (args.out.extent(0) == 0) return;  // no lines, and no headers
+    if (args.out.extent(0) == 0) return;  // there are no lines and no headers
     const RowShare share(args.out.extent(2) / kLineColumns<T>);
     launch_early(pack_lines_kernel<T>, share.blocks(args.out.extent(0) * args.out.extent(1)), kThreads, 0,
                  stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention}, share,
@@ -244,7 +245,7 @@ void Operators<T>::check_exchange(const CheckExchangeArgs& args, Stream stream) 
 
 namespace {
 
-/// One block more than the rows need checks, if there is something to check.
+/// Launches one block more than the rows need for the check, if there is one.
 template <class T>
 void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_hopper, Stream stream) {
   const CombineRows<T> rows = combine_rows(args);
@@ -258,7 +259,7 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_h
       launch_early(kernel, blocks + (checks ? 1 : 0), kThreads, 0, stream.handle(), is_hopper, rows, share,
                    check);
     };
-    // Messages are natural, so what is checked is never converted.
+    // Messages are natural, so checked partials are never converted.
     const auto launch_ranks = [&](auto ranks) {
       constexpr int kRanks = decltype(ranks)::value;
       if (checks) {
@@ -269,8 +270,8 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_h
         launch(combine_kernel<T, kCount, kRanks, false, true>);
       }
     };
-    // Many rows are bound by bandwidth: fewer registers, more of them in flight (commit d9baa81, which has no
-    // figures of where the turn lies).
+    // Many rows are bandwidth-bound, so use fewer registers to have more rows in flight (commit d9baa81,
+    // which does not say where the crossover is).
     constexpr std::int64_t kManyRows = 8192;
     if (rows.ranks <= 4 || rows.tokens * rows.heads >= kManyRows) {
       launch_ranks(std::integral_constant<int, 4>{});

@@ -11,20 +11,20 @@
 
 namespace helix::cuda {
 
-// Device code writes and reads a header by its words, window_combine.cu by its halves.
+// Device code accesses a header as words, window_combine.cu as halves.
 inline constexpr int kHeaderWords = sizeof(ExchangeHeader) / sizeof(std::uint32_t);
 static_assert(kHeaderWords == 4 && offsetof(ExchangeHeader, epoch) == 0 &&
               offsetof(ExchangeHeader, tokens) == 8 && offsetof(ExchangeHeader, sender) == 12);
 
-/// Sum over the lanes of the warp, in all of them.
+/// Sum over the lanes of the warp, returned in all lanes.
 __device__ __forceinline__ unsigned long long sum_of_lanes(unsigned long long terms) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) terms += __shfl_xor_sync(~0u, terms, offset);
   return terms;
 }
 
-/// Sum of exchange_epoch_term() over the positions, in all lanes of the warp: over this warp's share, where
-/// the first `threads` threads of a block (whole warps) share them.
+/// Sum of exchange_epoch_term() over the positions, in all lanes of the warp; over this warp's share if the
+/// first `threads` threads of a block (whole warps) share them.
 __device__ inline unsigned long long sum_epoch_terms(const std::int64_t* positions, std::int64_t tokens,
                                                      int threads = kWarp) {
   unsigned long long terms = 0;
@@ -36,7 +36,7 @@ __device__ inline unsigned long long sum_epoch_terms(const std::int64_t* positio
   return sum_of_lanes(terms);
 }
 
-/// Word `i` of a header. Words, because messages need not be aligned to 8.
+/// Word `i` of a header. Uses words because messages need not be aligned to 8.
 __device__ __forceinline__ std::uint32_t header_word(std::uint64_t epoch, std::int64_t tokens,
                                                      std::int64_t sender, int i) {
   switch (i) {
@@ -51,7 +51,8 @@ __device__ __forceinline__ std::uint32_t header_word(std::uint64_t epoch, std::i
   }
 }
 
-/// Counts the exchange and writes the headers; all lanes of one warp, no other of which reads the count.
+/// Increments the count of exchanges and writes the headers. Called by one warp; no other warp may read the
+/// count.
 __device__ inline void write_headers(const StampArgs& args) {
   const std::uint64_t exchanges = *args.exchanges + 1;
   const std::uint64_t epoch = exchange_epoch(exchanges, sum_epoch_terms(args.positions, args.tokens));

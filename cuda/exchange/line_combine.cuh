@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The combine of partials that come as lines (LineRows): each thread waits for those that it merges, so that
-// nothing lies between the last store of an attention and the merge of its row but the way of the line.
+// The combine of partials that arrive as lines (LineRows). Each thread waits only for the lines that it
+// merges, so a row is merged as soon as its last line has arrived.
 //
-// Blocks may start, wait and merge while this rank's own attention still runs: it starts them once all
-// kernels ahead of it have ended. Until it has ended too they read what those have written, and lines, and
-// write nothing: a combined row may lie where it reads or works.
+// Blocks may start, wait and merge while this rank's own attention runs, which starts them once all earlier
+// kernels have ended. Until it has ended too they read lines and what those kernels wrote, but store no
+// result: a combined row may overlap memory that attention uses.
 #pragma once
 
 #include <algorithm>
@@ -21,11 +21,11 @@
 
 namespace helix::cuda {
 
-/// One row of an exchange, of all ranks, as PartialRowInMemory.
+/// One row of an exchange, from all ranks, with the interface of PartialRowInMemory.
 template <class T>
 struct PartialRowInLines {
-  /// How long a thread looks for lines before it waits for its own rank's attention, from whose end on the
-  /// peers' deadline counts.
+  /// How long a thread polls for lines before it waits for its own rank's attention. The peers' deadline
+  /// counts from the end of that attention.
   static constexpr std::uint64_t kAheadNs = 1'000'000;
 
   const PeerWaits& waits;
@@ -46,7 +46,7 @@ struct PartialRowInLines {
     tag = exchange_row_tag(args.positions, token, args.tokens);
   }
 
-  /// Waits for it.
+  /// Waits for the lse of `rank`.
   __device__ float lse(int rank) const {
     uint2 line;
     const bool is_there = await(rank, [&] { return load_line(lse_line + rank * sender_bytes, count, line); });
@@ -55,7 +55,7 @@ struct PartialRowInLines {
 
   __device__ __forceinline__ void before_store() const { wait_for_previous(); }
 
-  /// Waits for all of them. What never comes is -inf.
+  /// Waits for the lines of all ranks. An lse that never comes counts as -inf.
   template <int kCount, int kRanks>
   __device__ __forceinline__ void load(PartialColumns<T, kCount, kRanks>& to, int column, int begin) const {
     unsigned missing = look(to, column, begin);
@@ -74,7 +74,7 @@ struct PartialRowInLines {
   }
 
  private:
-  /// The ranks from `begin` on whose lines have not all come, a bit each; all asked for at once.
+  /// Returns the ranks, a bit each from `begin` on, whose lines have not all come. Issues all loads at once.
   template <int kCount, int kRanks>
   __device__ __forceinline__ unsigned look(PartialColumns<T, kCount, kRanks>& to, int column,
                                            int begin) const {
@@ -108,7 +108,7 @@ struct PartialRowInLines {
     return has_lse && has_columns;
   }
 
-  /// Until has_come(); false: in vain.
+  /// Waits until has_come(). False: it never will.
   template <class HasCome>
   __device__ __forceinline__ bool await(int rank, const HasCome& has_come) const {
     wait_for_previous();
@@ -120,13 +120,13 @@ struct PartialRowInLines {
   }
 };
 
-/// As many blocks as rows, or as the SMs hold; then each has several.
+/// One block per row, up to as many as the SMs hold; then blocks take several rows.
 template <class T, int kCount, int kRanks>
 __global__ void __launch_bounds__(kCombineThreads)
     line_combine_kernel(const __grid_constant__ PeerWaits waits,
                         const __grid_constant__ WindowExchangeArgs args,
                         const __grid_constant__ CombineRows<T> rows, RowShare share) {
-  if (waits.most_blocks == 0) start_next();  // not where it would take the room of those that are waited for
+  if (waits.most_blocks == 0) start_next();  // else it could take the room of kernels that it waits for
   const WindowPlace place(args);
   __syncthreads();
   const bool is_last = count_reader(args);

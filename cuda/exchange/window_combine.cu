@@ -26,13 +26,13 @@ __device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& w
   return static_cast<std::uint32_t>(window.tokens) | static_cast<std::uint64_t>(sender) << 32;
 }
 
-/// Blocks that an SM holds at once.
+/// Blocks per SM.
 constexpr int blocks_per_sm(int ranks) {
   return ranks <= 2 ? 4 : ranks <= 4 ? 3 : 2;
 }
 
-/// Tells all peers that this rank's messages are whole, unless it has given up; all threads of a block.
-/// `epoch`: of the block, what the peers' headers must carry too; valid behind its next barrier.
+/// Tells all peers that this rank's messages are complete, unless it has given up; all threads of a block.
+/// Sets the block's `epoch`, which the peers' headers must carry too; valid after its next barrier.
 __device__ __forceinline__ void send_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
                                              const WindowPlace& place, std::uint64_t& epoch) {
   __shared__ unsigned long long terms[kThreads / kWarp];
@@ -59,7 +59,7 @@ __device__ __forceinline__ void send_headers(const PeerWaits& waits, const Windo
   if (lane == 0) epoch = own;
 }
 
-/// Waits for the message of `peer` in exchange number `exchanges`, counted from 1; `seen` is its epoch.
+/// Waits for the message of `peer` in exchange number `exchanges`, counted from 1. Sets `seen` to its epoch.
 __device__ bool wait_for_header(const PeerWaits& waits, const std::byte* header, std::uint64_t exchanges,
                                 int peer, std::uint64_t& seen) {
   return wait_for_peer(waits, peer, exchanges, [&](std::uint64_t& value) {
@@ -68,7 +68,7 @@ __device__ bool wait_for_header(const PeerWaits& waits, const std::byte* header,
   });
 }
 
-/// Records the message of a peer that is of another step, token count or sender.
+/// Gives up if the peer's message is of another step, token count or sender.
 __device__ void check_header(const PeerWaits& waits, const WindowExchangeArgs& args, int peer,
                              std::uint64_t epoch, std::uint64_t seen, std::uint64_t rest) {
   if (seen != epoch) {
@@ -78,23 +78,23 @@ __device__ void check_header(const PeerWaits& waits, const WindowExchangeArgs& a
   }
 }
 
-/// Block 0 sends this rank's headers and compares the peers' with them. The others, or it where it is alone,
-/// wait for the peers' and merge rows, as combine_kernel does; many rows in turn, as each block that waits
-/// and counts itself takes time: 34 MB took 37 us with a block for 16 rows and take 20. The last block that
-/// has read the count of exchanges advances it.
+/// Block 0 sends this rank's headers and compares the peers' with them. The others, or block 0 if it is
+/// alone, wait for the peers' headers and merge rows as combine_kernel does. A block takes many rows, because
+/// waiting and counting cost time per block: 34 MB took 37 us with a block per 16 rows and take 20. The last
+/// block that has read the count of exchanges advances it.
 ///
-/// Headers sent by the last block of attention left later, behind its fence, its count and what it read
-/// then: a step of one sequence took 2.80 ms with them and takes 2.71 with these.
+/// If the last block of attention sent the headers, they left later, after its fence, its count and its
+/// reads: a step of one sequence took 2.80 ms that way and takes 2.71 this way.
 template <class T, int kCount, int kRanks>
 __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
     window_combine_kernel(const __grid_constant__ PeerWaits waits,
                           const __grid_constant__ WindowExchangeArgs args,
                           const __grid_constant__ CombineRows<T> rows, RowShare share) {
-  if (waits.most_blocks == 0) start_next();  // not where it would take the room of those that are waited for
+  if (waits.most_blocks == 0) start_next();  // else it could take the room of kernels that it waits for
   wait_for_previous();
   const WindowPlace place(args);
   const std::int64_t slot_begin = place.slot_begin;
-  __shared__ std::uint64_t own_epoch;  // of block 0
+  __shared__ std::uint64_t own_epoch;  // used by block 0
   if (blockIdx.x == 0) send_headers(waits, args, place, own_epoch);
   const int peer = static_cast<int>(threadIdx.x);
   const bool has_peer = peer < args.peers && peer != args.sender;
@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
   std::uint64_t rest = 0;
   const bool is_there = !has_peer || wait_for_header(waits, header, place.exchanges, peer, seen);
   if (__syncthreads_and(is_there) == 0) return;
-  // Looked at when the rows are done: trips to memory less.
+  // Compared after the rows are merged, which saves trips to memory.
   if (blockIdx.x == 0 && has_peer) rest = reinterpret_cast<const volatile std::uint64_t*>(header)[1];
   const bool is_last = count_reader(args);
   const T* const all_out = rows.partial_out + slot_begin / static_cast<std::int64_t>(sizeof(T));
   const float* const all_lse = rows.partial_lse + slot_begin / static_cast<std::int64_t>(sizeof(float));
-  const unsigned sending = gridDim.x > 1 ? 1 : 0;  // blocks without rows
+  const unsigned sending = gridDim.x > 1 ? 1 : 0;  // blocks that only send
   if (blockIdx.x >= sending) {
     for_rows_of_block(
         rows, share, blockIdx.x - sending, gridDim.x - sending, [&](unsigned token, unsigned head) {

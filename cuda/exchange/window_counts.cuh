@@ -11,7 +11,7 @@ namespace helix::cuda {
 
 struct WindowCounts {
   std::uint64_t exchanges;  // that this rank has combined
-  std::uint32_t combining;  // blocks of the combine that have read it; 0 between launches
+  std::uint32_t combining;  // blocks of the running combine that have read it; 0 between launches
 };
 static_assert(sizeof(WindowCounts) <= kExchangeCountBytes);
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& win
   return *reinterpret_cast<WindowCounts*>(window.exchanges);
 }
 
-/// What is read on the device of an exchange.
+/// An exchange's number and slot, as read on the device.
 struct WindowPlace {
   std::uint64_t exchanges;  ///< Its number, counted from 1.
   std::int64_t slot_begin;  ///< Bytes from the first slot to its own.
@@ -29,7 +29,7 @@ struct WindowPlace {
         slot_begin(exchanges % 2 == 1 ? 0 : window.slot_bytes) {}
 };
 
-/// Counts this block, whose threads have all read the number; whether it is the last, by its first thread.
+/// Counts this block, whose threads have all read the number; tells its first thread whether it is the last.
 __device__ __forceinline__ bool count_reader(const WindowExchangeArgs& window) {
   return threadIdx.x == 0 && atomicInc(&counts_of(window).combining, gridDim.x - 1) == gridDim.x - 1;
 }

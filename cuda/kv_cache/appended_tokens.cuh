@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// AppendedTokens: which of a step's tokens this rank stores, as kernels read a Batch and a KvView.
+// AppendedTokens: which of a step's tokens this rank stores.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace helix::cuda {
 
-/// The tokens of a step, of which those of a batch are appended, by the rank that owns each.
+/// The tokens of a step. Those of a batch are appended, each by the rank that owns it.
 struct AppendedTokens {
   const std::int32_t* query_offsets;
   const std::int64_t* positions;
   const std::int32_t* sequence_slots;
   std::int64_t sequences;
-  TokenRange tokens;  ///< Of the step's.
+  TokenRange tokens;  ///< The batch's tokens within the step.
   KvLayout layout;
   std::int64_t kvp_rank;
 
@@ -30,15 +30,16 @@ struct AppendedTokens {
         layout(kv.layout),
         kvp_rank(kv.kvp_rank) {}
 
-  /// Whether this rank stores what is at global `position`; below 0 is padding, which nobody stores.
+  /// Whether this rank stores the token at global `position`. A negative position is padding, which no rank
+  /// stores.
   __device__ __forceinline__ bool owns(std::int64_t position) const {
     return position >= 0 && layout.owner(position) == kvp_rank;
   }
-  /// Whether it stores `token` of the step, which is at `position`.
+  /// Whether this rank stores `token` of the step, which is at `position`.
   __device__ __forceinline__ bool has(std::int64_t token, std::int64_t position) const {
     return token >= tokens.begin && token < tokens.end && owns(position);
   }
-  /// Sequence that `token` belongs to; whole warps.
+  /// The sequence that `token` belongs to. Called by whole warps.
   __device__ __forceinline__ unsigned sequence(std::int64_t token) const {
     return sequence_of(token, query_offsets, sequences);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators: tokens into the KV pages and back.
+// cuda::Operators: moves tokens into the KV pages and back.
 #include <cstdint>
 
 #include <helix/cuda/backend.hpp>
@@ -13,9 +13,9 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kWarps = 4;  // of a block
+constexpr int kWarps = 4;  // warps per block
 
-/// What one warp moves: a plane of the `row`-th of a launch's tokens.
+/// The work of one warp: one plane of the `row`-th token of a launch.
 struct WarpPlane {
   std::int64_t row;
   int plane;
@@ -26,7 +26,7 @@ __device__ __forceinline__ WarpPlane warp_plane(int planes) {
   return {warp / planes, static_cast<int>(warp % planes)};
 }
 
-/// One warp a plane of a token of the batch.
+/// One warp per plane of a token of the batch.
 template <int kCount, class Transfer>
 __global__ void __launch_bounds__(kWarps* kWarp)
     append_kernel(const __grid_constant__ Transfer transfer,
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
       transfer.row(token, at.plane, appended.sequence_slots[sequence], appended.layout.local(position)));
 }
 
-/// One warp a plane of one of the `owned` local tokens; row 0 of the values is global position
+/// One warp per plane of one of the `owned` local tokens. Row 0 of the values is at global position
 /// first_position.
 template <int kCount, class Transfer>
 __global__ void __launch_bounds__(kWarps* kWarp)
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   store_row<kCount>(transfer.row(layout.global(kvp_rank, local) - first_position, at.plane, slot, local));
 }
 
-/// One warp a plane of one of `local_tokens` local tokens. No values are read: `transfer` has none.
+/// One warp per plane of one of `local_tokens` local tokens. Reads no values: `transfer` has none.
 template <class S>
 __global__ void __launch_bounds__(kWarps* kWarp)
     fill_kernel(const __grid_constant__ KvTransfer<const float, S> transfer, std::int64_t slot,
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   const bool is_second = at.plane >= transfer.heads;
   const std::uint32_t key = synthetic_row_key(layer, first_head + at.plane % transfer.heads,
                                               layout.global(kvp_rank, at.row), is_second && !is_latent);
-  // The rope columns of a latent row follow those that are values too.
+  // The rope columns of a latent row follow the columns that serve as values too.
   const auto first = static_cast<std::uint32_t>(is_second && is_latent ? transfer.first.count : 0);
   for (auto i = static_cast<std::uint32_t>(threadIdx.x % kWarp); i < row.count; i += kWarp) {
     const float x = synthetic_element(key, first + i);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
 }
 
-/// One warp one of `local_tokens` local tokens, which are rows of DType::fp8_ds_mla.
+/// One warp per token of `local_tokens` local tokens, which are rows of DType::fp8_ds_mla.
 __global__ void __launch_bounds__(kWarps* kWarp)
     fill_mixed_kernel(const __grid_constant__ MixedTransfer<const float> transfer, std::int64_t slot,
                       std::int64_t local_tokens, std::int64_t layer, std::int64_t head, KvLayout layout,
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
                   [&](int i) { return synthetic_element(key, static_cast<std::uint32_t>(i)); });
 }
 
-/// One warp a plane of a token: value = stored * scale.
+/// One warp per plane of a token: value = stored * scale.
 template <int kCount, class Transfer>
 __global__ void __launch_bounds__(kWarps* kWarp)
     read_kernel(const __grid_constant__ Transfer transfer, std::int64_t slot, std::int64_t first_local,
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   load_row<kCount>(transfer.row(at.row, at.plane, slot, first_local + at.row));
 }
 
-/// The same of the sequence whose slot lies in device memory.
+/// As read_kernel, for the sequence whose slot is in device memory.
 template <int kCount, class Transfer>
 __global__ void __launch_bounds__(kWarps* kWarp)
     read_latents_kernel(const __grid_constant__ Transfer transfer, const std::int32_t* slot,

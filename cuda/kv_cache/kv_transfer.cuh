@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of activations beside the rows of KV pages that hold them.
+// Moves rows of activations to the rows of KV pages that hold them, and back.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace helix::cuda {
 
-/// One half of a token: values beside where they are stored. V is T (const to store).
+/// One half of a token: where its values are, and where they are stored. V is T (const to store).
 template <class V>
 struct KvHalf {
   V* values;  // [tokens, heads, count]
@@ -24,12 +24,12 @@ struct KvHalf {
   std::int64_t count;
 };
 
-/// Rows of values beside rows of pages of type S. A token has a plane for each head of the first half, then
-/// for each of the second.
+/// Pairs rows of values with rows of pages of type S. A token has one plane per head of the first half, then
+/// one per head of the second half.
 template <class V, class S>
 struct KvTransfer {
-  KvHalf<V> first;   // keys; latent: the columns that are values too
-  KvHalf<V> second;  // values; latent: the rope columns, which may be none
+  KvHalf<V> first;   // keys; latent: the columns that serve as values too
+  KvHalf<V> second;  // values; latent: the rope columns, if any
   PageLists lists;
   std::int64_t page_tokens;
   int heads;
@@ -45,7 +45,7 @@ struct KvTransfer {
   __device__ Row row(std::int64_t token, int plane, std::int64_t slot, std::int64_t local) const {
     const bool is_second = plane >= heads;
     const int head = is_second ? plane - heads : plane;
-    // Both halves are constants of the launch: a choice of values, not of an address.
+    // Both halves are launch constants, so this selects between values and not between addresses.
     const auto pick = [&](auto of_first, auto of_second) { return is_second ? of_second : of_first; };
     const float* scales = pick(first.scales, second.scales);
     const std::int64_t page = lists.pages[lists.first_of(slot) + local / page_tokens];
@@ -63,8 +63,8 @@ struct KvTransfer {
   }
 };
 
-/// stored = nearest(value / scale), by one warp. Division, not a product with the inverse: reading a row and
-/// storing it again then gives the same bits.
+/// stored = nearest(value / scale), by one warp. Divides instead of multiplying by the inverse, so that
+/// reading a row and storing it again gives the same bits.
 template <int kCount, class Row>
 __device__ __forceinline__ void store_row(const Row& row) {
   for (std::int64_t i = threadIdx.x % kWarp * kCount; i < row.count; i += kWarp * kCount) {
@@ -90,8 +90,8 @@ __device__ __forceinline__ void load_row(const Row& row) {
   }
 }
 
-/// Sequence of a batch that `token` belongs to; whole warps. Those that end at or before it, the empty ones
-/// between too, come before its own.
+/// The sequence of a batch that `token` belongs to: the number of sequences, also empty ones, that end at or
+/// before it. Whole warps.
 __device__ inline unsigned sequence_of(std::int64_t token, const std::int32_t* query_offsets,
                                        std::int64_t sequences) {
   unsigned before = 0;
@@ -100,7 +100,7 @@ __device__ inline unsigned sequence_of(std::int64_t token, const std::int32_t* q
   return __reduce_add_sync(~0u, before);
 }
 
-/// The two halves of a token of k and v in `kv`.
+/// The transfer of the tokens of k and v in `kv`.
 template <class V, class S>
 KvTransfer<V, S> transfer_of(const KvView& kv, const TensorView<V, 3>& k, const TensorView<V, 3>& v) {
   const KvFormat& format = kv.format;

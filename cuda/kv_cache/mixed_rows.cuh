@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of DType::fp8_ds_mla on the device: their values, and values into them.
+// Rows of DType::fp8_ds_mla on the device: reads values from them and stores values into them.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@
 
 namespace helix::cuda {
 
-/// What rows of DType::fp8_ds_mla are made of: their element type where a kernel is a template of one.
+/// Stands for the element type of DType::fp8_ds_mla in kernel templates.
 struct MixedByte {
   std::uint8_t bits;
 };
 
-/// Column `i` of a row that is a key (or a value), whose latent columns are the first `latent_columns`. The
-/// other columns are elements `i` of `rope`, which may begin before them.
+/// Column `i` of a row that is a key (or a value). The first `latent_columns` columns are latent; column i of
+/// the others is element i of `rope`, so `rope` may begin before them (see rope_from_zero()).
 template <class KV>
 __device__ __forceinline__ float key_element(const KV* latent, const KV* rope, int i, int latent_columns) {
   return to_float((i < latent_columns ? latent : rope)[i]);
@@ -29,7 +29,7 @@ __device__ __forceinline__ float key_element(const MixedByte* latent, const Mixe
   const auto* scales = reinterpret_cast<const float*>(latent + latent_columns);
   return to_float(fp8_e4m3::from_bits(latent[i].bits)) * scales[i / static_cast<int>(kScaledColumns)];
 }
-/// Where key_element() has the rope columns begin that begin at `rope`.
+/// The pointer for key_element() such that its rope columns begin at `rope`.
 template <class KV>
 __device__ __forceinline__ const KV* rope_from_zero(const std::byte* rope, int latent_columns) {
   return reinterpret_cast<const KV*>(rope) - latent_columns;
@@ -39,14 +39,14 @@ __device__ __forceinline__ const MixedByte* rope_from_zero(const std::byte* rope
   return reinterpret_cast<const MixedByte*>(reinterpret_cast<const bf16*>(rope) - latent_columns);
 }
 
-/// dispatch(), for kernels that know MixedByte too.
+/// dispatch() that also accepts DType::fp8_ds_mla, as MixedByte.
 template <class Use>
 decltype(auto) dispatch_rows(DType dtype, Use&& use) {
   if (dtype == DType::fp8_ds_mla) return use(static_cast<MixedByte*>(nullptr));
   return dispatch(dtype, use);
 }
 
-/// One row, and what a warp moves to it or from it.
+/// One row, with the values that a warp moves to it or from it.
 template <class V>
 struct MixedRow {
   V* values;  // [head_dim], latent columns first; or null
@@ -58,7 +58,7 @@ struct MixedRow {
   __device__ float* scales() const { return reinterpret_cast<float*>(latent + value_dim); }
 };
 
-/// Stores element(i) as column i of the row; by one warp.
+/// Stores element(i) as column i of the row. Called by one warp.
 template <class V, class Element>
 __device__ __forceinline__ void store_mixed_row(const MixedRow<V>& row, const Element& element) {
   constexpr int kColumns = static_cast<int>(kScaledColumns);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_row(const MixedRow<V>& row) {
   store_mixed_row(row, [&](int i) { return to_float(row.values[i]); });
 }
 
-/// The same back, as values.
+/// Reads the row back as values.
 template <int, class V>
 __device__ __forceinline__ void load_row(const MixedRow<V>& row) {
   const auto* latent = reinterpret_cast<const MixedByte*>(row.latent);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void load_row(const MixedRow<V>& row) {
     row.values[i] = from_float<V>(key_element(latent, rope, i, row.value_dim));
 }
 
-/// Rows of values beside such rows of pages, as KvTransfer: a token has one plane.
+/// As KvTransfer, for rows of DType::fp8_ds_mla: a token has one plane.
 template <class V>
 struct MixedTransfer {
   static constexpr int planes = 1;
@@ -125,7 +125,7 @@ struct MixedTransfer {
   }
 };
 
-/// Tokens of k in `kv`, which is of DType::fp8_ds_mla.
+/// The transfer of the tokens of k in `kv`, which is of DType::fp8_ds_mla.
 template <class V>
 MixedTransfer<V> mixed_transfer_of(const KvView& kv, const TensorView<V, 3>& k) {
   const KvPlaces places(kv);

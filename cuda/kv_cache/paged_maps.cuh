@@ -12,7 +12,7 @@
 
 namespace helix::cuda {
 
-/// Tokens of the boxes that the copy engine takes out of pages: as many as lie in one page wherever a KV tile
+/// Tokens per box that the copy engine takes from pages: the most that lie in one page wherever a KV tile
 /// begins.
 inline int box_tokens_of(const KvFormat& format, std::int64_t kv_tile_tokens) {
   return static_cast<int>(std::gcd(format.page_tokens, kv_tile_tokens));
@@ -28,8 +28,8 @@ inline CUtensorMap paged_rows_map(const PagedRows& rows, DType dtype, std::int64
                      promotion);
 }
 
-/// A map of the rows of a paged pool, with the same coordinates and boxes of whole rows, which land one after
-/// another.
+/// A map of the rows of a paged pool, with the coordinates of paged_rows_map() and boxes of whole rows, which
+/// land one after another.
 inline CUtensorMap paged_whole_rows_map(const PagedRows& rows, DType dtype, std::int64_t columns,
                                         const KvView& kv, int box_tokens) {
   return rows_map<4>(rows.first, dtype, {columns, kv.format.page_tokens, kv.format.num_heads, kv.num_pages},
@@ -39,8 +39,8 @@ inline CUtensorMap paged_whole_rows_map(const PagedRows& rows, DType dtype, std:
 }
 
 /// A map of the 16-bit rows of a paged pool of one head, with coordinates (0, token of the page, chunk of 64
-/// columns, page) and boxes of `box_chunks` chunks of `box_tokens` tokens: chunks land one after another. The
-/// L2 cache brings what boxes ask for, and no neighbours.
+/// columns, page) and boxes of `box_chunks` chunks of `box_tokens` tokens. Chunks land one after another. The
+/// L2 cache fetches what boxes request, without neighbouring lines.
 inline CUtensorMap paged_chunks_map(const PagedRows& rows, DType dtype, std::int64_t columns,
                                     const KvView& kv, int box_tokens, int box_chunks) {
   return rows_map<4>(rows.first, dtype,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PagedRows and PageLists: a KvView as kernels read it, and how its rows are aligned.
+// PagedRows and PageLists: a KvView in the form that kernels read, and the alignment of its rows.
 #pragma once
 
 #include <cstddef>
@@ -25,12 +25,12 @@ struct PagedRows {
         head_bytes(strides.head * element_bytes),
         token_bytes(strides.token * element_bytes) {}
 
-  /// Row of token `token` of a page.
+  /// The row of `token` of a page.
   __host__ __device__ std::byte* at(std::int64_t page, std::int64_t head, std::int64_t token) const {
     return first + (page * page_bytes + head * head_bytes + token * token_bytes);
   }
 
-  /// The largest power of two up to 16 that divides the address of every row that `kv` has.
+  /// The largest power of two up to 16 that divides the address of every row of `kv`.
   std::size_t alignment(const KvView& kv) const {
     const auto step = [](std::int64_t bytes, std::int64_t extent) {
       return extent > 1 ? static_cast<std::uintptr_t>(bytes) : 0;
@@ -48,7 +48,7 @@ struct PagedRows {
   }
 };
 
-/// The three kinds of rows of a view. Of a latent format the values are the first columns of the keys.
+/// The three kinds of rows of a view. In a latent format the values are the first columns of the keys.
 struct KvPlaces {
   PagedRows k;
   PagedRows v;
@@ -60,7 +60,7 @@ struct KvPlaces {
         rope(kv.rope, kv.format.rope, kv.format.element_bytes()) {}
 };
 
-/// Which pages a sequence has: a row of a table, or a part of a CSR list.
+/// The pages of each sequence: a row of a table, or a section of a CSR list.
 struct PageLists {
   const std::int32_t* pages = nullptr;
   const std::int32_t* begins = nullptr;  ///< CSR, or null.
@@ -70,7 +70,7 @@ struct PageLists {
   explicit PageLists(const KvView& kv)
       : pages(kv.page_table), begins(kv.page_begins), max_pages(kv.max_pages) {}
 
-  /// Place in `pages` of the first page of `slot`.
+  /// Index in `pages` of the first page of `slot`.
   __device__ std::int64_t first_of(std::int64_t slot) const {
     return begins != nullptr ? std::int64_t{begins[slot]} : slot * max_pages;
   }

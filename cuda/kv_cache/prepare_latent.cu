@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators::prepare_latent: norm of the latent, rope and the append to the pages in one kernel.
+// cuda::Operators::prepare_latent: latent norm, rope and the append to the pages in one kernel.
 #include <algorithm>
 #include <cstdint>
 
@@ -19,8 +19,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxPairs = 128;
-constexpr int kLanePairs = 2;    // of a thread at a time
-constexpr int kBlockHeads = 16;  // of queries
+constexpr int kLanePairs = 2;    // that a thread turns at a time
+constexpr int kBlockHeads = 16;  // queries per block
 
 template <class T>
 struct Queries {
@@ -49,7 +49,8 @@ struct Preparation {
   AppendedTokens appended;
 };
 
-/// kLanePairs pairs from number `pair` on, from `in` to `out`. Calls stored(first element of two, the two).
+/// Rotates kLanePairs pairs from number `pair` on, from `in` to `out`. Calls stored(first of two elements,
+/// the two).
 template <bool kIsInterleaved, class T, class Stored>
 __device__ __forceinline__ void turn_pairs(const T* in, T* out, int pair, int pairs,
                                            const Rotation* rotations, const Stored& stored) {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void turn_pairs(const T* in, T* out, int pair, int pa
   stored(at.second, y);
 }
 
-/// To the pages what T holds of `x`.
+/// Stores `x`, rounded to T, in the pages.
 template <class T, int kCount, class Row>
 __device__ __forceinline__ void store_page(const Row& row, int at, float (&x)[kCount]) {
 #pragma unroll
@@ -76,7 +77,7 @@ __device__ __forceinline__ void store_page(const Row& row, int at, float (&x)[kC
   store_vector(row.stored + at, x);
 }
 
-/// Grid: x over tokens; y: the latent, then kBlockHeads queries each.
+/// Grid: x over tokens; y: first the latent, then kBlockHeads queries per block.
 template <class T, class S, bool kIsInterleaved>
 __global__ void __launch_bounds__(kThreads)
     prepare_latent_kernel(const __grid_constant__ Preparation<T, S> p) {
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
 
-  // Where the row goes is asked for before sines and sums are computed.
+  // Requests the row's place before it computes sines and sums.
   using Row = typename KvTransfer<const T, S>::Row;
   const bool is_stored = p.appended.has(token, position);
   Row columns{};
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) squares += x[i] * x[i];
-  const float mean = block_sum(squares) / static_cast<float>(p.columns);  // rotations are there, too
+  const float mean = block_sum(squares) / static_cast<float>(p.columns);  // also makes rotations visible
   const float scale = 1.0f / sqrtf(mean + p.epsilon);
   if (has_columns) {
 #pragma unroll
@@ -146,8 +147,8 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-/// Whether every row begins where the kernel's accesses may, and the norm's weights where rms_norm() adds in
-/// the same order.
+/// Whether every row is aligned for the kernel's accesses, and the norm's weights suit a sum in rms_norm()'s
+/// order.
 template <class T>
 bool is_aligned(const PrepareLatentArgs<T>& args) {
   const KvPlaces places(args.kv);

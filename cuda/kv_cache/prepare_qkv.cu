@@ -13,11 +13,11 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // of a block, each of which takes one head
+constexpr int kWarps = 8;  // of a block; each takes one head
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kMaxPairs = 128;
-constexpr int kLanePairs = 2;  // of a lane at a time
-constexpr int kCopied = 4;     // elements of v of a lane at a time
+constexpr int kLanePairs = 2;  // that a lane rotates at a time
+constexpr int kCopied = 4;     // elements of v that a lane copies at a time
 
 /// Heads of q or of k, rotated in place.
 template <class T>
@@ -43,7 +43,7 @@ struct Preparation {
   AppendedTokens appended;
 };
 
-/// Factor that norms a head; whole warps.
+/// The factor that norms a head. Called by whole warps.
 template <class T>
 __device__ float norm_scale(const T* head, int dim, float epsilon) {
   float squares = 0.0f;
@@ -54,7 +54,7 @@ __device__ float norm_scale(const T* head, int dim, float epsilon) {
   return 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(dim) + epsilon);
 }
 
-/// Elements `at`, `at` + 1 of a head, normed if it has a norm, as T would hold them.
+/// Elements `at` and `at` + 1 of a head, normed if it has a norm, rounded to T.
 template <class T>
 __device__ __forceinline__ void load_normed(const Heads<T>& heads, const T* head, int at, float scale,
                                             float (&x)[kLanePairs]) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_normed(const Heads<T>& heads, const T* head
     x[i] = to_float(from_float<T>(x[i] * scale * load_element(heads.norm, heads.norm_dtype, at + i)));
 }
 
-/// Two elements into the head, and into its row of the pages if there is one.
+/// Stores two elements in the head, and in its row of the pages if there is one.
 template <class T, class S>
 __device__ __forceinline__ void store_both(T* head, S* stored, float kv_scale, int at,
                                            float (&x)[kLanePairs]) {
@@ -79,13 +79,13 @@ __device__ __forceinline__ void store_both(T* head, S* stored, float kv_scale, i
   store_vector(stored + at, x);
 }
 
-/// One head by one warp. `stored`: its row of the pages, or null.
+/// Prepares one head, by one warp. `stored`: its row of the pages, or null.
 template <bool kIsInterleaved, class T, class S>
 __device__ void prepare_head(const Preparation<T, S>& p, const Heads<T>& heads, T* head, S* stored,
                              float kv_scale, const Rotation* rotations) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const float scale = heads.norm != nullptr ? norm_scale(head, p.dim, p.epsilon) : 1.0f;
-  __syncwarp();  // all have read the head before it changes
+  __syncwarp();  // all lanes have read the head before it changes
   for (int pair = lane * kLanePairs; pair < p.pairs; pair += kWarp * kLanePairs) {
     const TwoPairs<kIsInterleaved> at(pair, p.pairs);
     float x[kLanePairs];
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   start_next();  // not before: see AttentionParams::reads_ahead
   const std::int64_t token = blockIdx.x;
   const std::int64_t position = p.appended.positions[token];
-  // Where a head of k or v goes is asked for before the sines are computed: four loads in a row.
+  // Requests where a head of k or v goes before it computes sines: four loads in a row.
   const int item = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   const int plane = item - p.q.count;
   const bool is_stored = plane >= 0 && plane < p.transfer.planes && p.appended.has(token, position);
@@ -141,7 +141,7 @@ Heads<T> heads_of(const TensorView<T, 3>& x, const WeightView& norm) {
   return {x.data(), x.stride(0), x.stride(1), static_cast<int>(x.extent(1)), norm.data, norm.dtype};
 }
 
-/// Whether every row begins where the kernel's accesses may.
+/// Whether every row is aligned for the kernel's accesses.
 template <class T>
 bool is_aligned(const PrepareQkvArgs<T>& args) {
   const auto has = [](const auto& x, int count) {

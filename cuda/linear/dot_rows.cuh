@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a few activation rows with a few weight rows by one warp: what linear and expert_ffn share.
+// Products of a few activation rows with a few weight rows by one warp; linear and expert_ffn share them.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,13 @@
 
 namespace helix::cuda {
 
-constexpr int kDotWarps = 8;  // of a block
+constexpr int kDotWarps = 8;  // warps per block
 constexpr int kDotThreads = kDotWarps * kWarp;
-constexpr int kDotOutputs = 4;  // weight rows of a warp
-constexpr int kMaxDotRows = 8;  // activation rows of a warp
+constexpr int kDotOutputs = 4;  // weight rows per warp
+constexpr int kMaxDotRows = 8;  // activation rows per warp
 
-/// 16 bytes of a weight. Past L1: nobody on this SM reads them again, and the activations should stay there.
+/// Loads 16 bytes of a weight, bypassing L1: this SM does not read them again, and the activations should
+/// stay in L1.
 __device__ __forceinline__ uint4 load_weight(const void* data) {
   uint4 bits;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -24,7 +25,7 @@ __device__ __forceinline__ uint4 load_weight(const void* data) {
   return bits;
 }
 
-/// Elements 0 .. 4 / sizeof(T) of a word, the lowest bits first.
+/// Widens the elements 0 .. 4 / sizeof(T) of a word, lowest bits first.
 template <class T>
 __device__ __forceinline__ void widen_word(unsigned word, float* values) {
   if constexpr (sizeof(T) == 4) {
@@ -44,7 +45,8 @@ __device__ __forceinline__ void widen(uint4 bits, float* values) {
   widen_word<T>(bits.w, values + 3 * kPerWord);
 }
 
-/// `kWidth` consecutive elements as floats; kWidth > 1 needs `data` aligned to 16 bytes or to the whole read.
+/// Loads `kWidth` consecutive elements as floats. If kWidth > 1, `data` is aligned to 16 bytes or to the
+/// whole access.
 template <int kWidth, class T>
 __device__ __forceinline__ void load_values(const T* data, float (&values)[kWidth]) {
   constexpr int kBytes = kWidth * static_cast<int>(sizeof(T));
@@ -62,9 +64,9 @@ __device__ __forceinline__ void load_values(const T* data, float (&values)[kWidt
   }
 }
 
-/// sums[r * kDotOutputs + o] += the lane's share of rows[r] . weights[o]. Part `split` of `splits` equal
-/// parts of the columns, dealt out in spans of kWarp * kWidth. kWidth is 1, or the elements of 16 bytes of
-/// weight: then `cols` is a multiple of it and all rows are aligned to 16 bytes.
+/// sums[r * kDotOutputs + o] += this lane's share of rows[r] . weights[o], over part `split` of `splits`
+/// equal parts of the columns, which are assigned in spans of kWarp * kWidth. kWidth is 1, or the number of
+/// weights in 16 bytes; `cols` must then be a multiple of it and all rows aligned to 16 bytes.
 template <int kWidth, int kRows, class T, class W>
 __device__ __forceinline__ void accumulate_dots(const W* const (&weights)[kDotOutputs],
                                                 const T* const (&rows)[kRows], int cols, int split,
@@ -96,15 +98,15 @@ __device__ __forceinline__ void accumulate_dots(const W* const (&weights)[kDotOu
   }
 }
 
-/// Sums each of `values` over the warp in kCount - 1 shuffles and a few: each step halves what a lane holds.
-/// values[0] of lane i is then the total of values[i / (kWarp / kCount)].
+/// Sums each of `values` over the warp in about kCount - 1 shuffles: each step halves the values that a lane
+/// holds. Afterwards values[0] of lane i is the total of values[i / (kWarp / kCount)].
 template <int kCount>
 __device__ __forceinline__ void sum_across_warp(float (&values)[kCount]) {
   static_assert(kCount <= kWarp && (kCount & (kCount - 1)) == 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const int count = kCount * offset / kWarp;  // values kept after this step; 0: one that is already final
+    const int count = kCount * offset / kWarp;  // values kept after this step; 0: one final value
     if (count == 0) {
       values[0] += __shfl_xor_sync(~0u, values[0], offset);
       continue;
@@ -120,7 +122,7 @@ __device__ __forceinline__ void sum_across_warp(float (&values)[kCount]) {
   }
 }
 
-/// The whole product of the warp's part: writes partial[r * kDotOutputs + o], in shared memory.
+/// The whole product of the warp's part. Writes partial[r * kDotOutputs + o], in shared memory.
 template <int kWidth, int kRows, class T, class W>
 __device__ __forceinline__ void dot_rows(const W* const (&weights)[kDotOutputs],
                                          const T* const (&rows)[kRows], int cols, int split, int splits,
@@ -134,9 +136,9 @@ __device__ __forceinline__ void dot_rows(const W* const (&weights)[kDotOutputs],
   if (lane % kLanesPerSum == 0) partial[lane / kLanesPerSum] = sums[0];
 }
 
-/// Warps of a block that share the columns of one group of weight rows: 1, 2, 4 or 8. As many as still have
-/// four spans each, so that blocks are small and end together; more where the groups alone do not fill the
-/// GPU, unless half as many would take no longer.
+/// Warps of a block that share the columns of one group of weight rows: 1, 2, 4 or 8. The most that leave
+/// four spans each, so that blocks are small and end together; more if the groups alone do not fill the GPU,
+/// unless half as many take no longer.
 inline int choose_splits(std::int64_t groups, std::int64_t cols, std::int64_t span, int num_sms) {
   constexpr std::int64_t kWarpsPerSm = 16;
   int splits = kDotWarps;

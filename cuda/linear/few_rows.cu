@@ -15,12 +15,12 @@ namespace {
 using few_rows::OneOrTwo;
 using few_rows::UpToEight;
 using few_rows::UpToSixteen;
-/// Tiles of 64 rows, where blocks have as many: activations come once for twice the weights.
+/// Tiles of 64 rows, for blocks with that many: activations are copied once for twice the weights.
 using UpToEightWide = few_rows::Shape<8, 64, 5, 1, 16384>;
 using UpToSixteenWide = few_rows::Shape<kMaxFewRows, 64, 4, 1, 16384, 1>;
-/// Weight rows of a block from which its tiles are of 64: with 124, as of 16384 x 16384, 8 and 16 rows take
-/// 0.990 and 0.980 of the time with tiles of 32 (docs/measurements/steps.md, commit 840e898). Where the turn
-/// lies was not measured apart.
+/// Weight rows per block from which tiles of 64 rows are used. With 124 (16384 x 16384), 8 and 16 rows take
+/// 0.990 and 0.980 of the time with tiles of 32 (docs/measurements/steps.md, commit 840e898). The crossover
+/// was not measured separately.
 constexpr int kWideRows = 44;
 
 template <class S, class Tail, class T>

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of up to 16 activation rows, bound by the weights' way from memory (compute capability 9.0).
+// Products of up to 16 activation rows, bound by the bandwidth of reading the weights (compute capability
+// 9.0).
 //
-// Each block takes an equal share of the weight rows, in tiles of up to 16 to 64, and reads every byte once:
-// a thread of its own has parts of 16 or 32 KiB copied into a ring of stages, a box at a time (row by row,
-// 512 bytes a copy, reached half the rate), and eight warps multiply them by tensor cores and add up what
-// they found at the end of a tile. The ring is filled with weights before the kernel ahead has ended: only
-// activations wait for it. Until then a block has no more copies under way than keep memory busy, since the
-// kernel ahead, a norm, an attention or an exchange, is a chain of trips to memory, and each of them queues
-// behind all copies.
+// Each block takes an equal share of the weight rows, in tiles of up to 16 to 64 rows, and reads every byte
+// once. A producer thread copies parts of 16 or 32 KiB into a ring of stages, one box at a time (copying row
+// by row, 512 bytes per copy, reached half the rate). Eight consumer warps multiply the parts on tensor cores
+// and add their sums at the end of a tile. The ring is filled with weights before the previous kernel has
+// ended; only activations wait for it. Until then a block has no more copies in flight than keep memory busy:
+// the previous kernel (a norm, an attention or an exchange) is a chain of memory accesses, and each of them
+// queues after all copies in flight.
 //
-// Measured on H200 with the products of a Llama-3.1-8B layer, 436 MB, one after another: one row 99.3 us, 8
-// rows 101.8, 16 rows 106.0; a kernel that only copies takes 94 to 97. Rows of a stage that lie 512 bytes
-// apart, so that two of them share banks, cost 3 us; boxes with rows past the last activation row, which
-// arrive as zeros, as much. Weights leave L2 first: what the kernels between products read stays there, their
-// instructions too, and a layer takes 5 us less with one row, 7 with 8. What does not help: half as many
-// instructions (weights as their side of 16), the next product's ring beside this one's, tiles for whoever
-// comes first, weights asked into L2 while attention leaves memory idle, or the next product's first ones at
-// this one's end.
+// Measured on an H200 with the products of a Llama-3.1-8B layer, 436 MB, one after another: one row 99.3 us,
+// 8 rows 101.8, 16 rows 106.0; a kernel that only copies takes 94 to 97. Stage rows 512 bytes apart, so that
+// two share banks, cost 3 us; boxes with rows past the last activation row, which arrive as zeros, as much.
+// Weights leave L2 first, so data and instructions of the kernels between products stay there: a layer takes
+// 5 us less with one row, 7 with 8. What does not help: half as many instructions (weights as their side of
+// 16), the next product's ring beside this one's, dynamic assignment of tiles, prefetching weights into L2
+// while attention leaves memory idle, or the next product's first weights at this one's end.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@
 
 namespace helix::cuda::few_rows {
 
-/// Tiles of this block.
+/// The number of tiles of this block.
 template <class S, class T, class Tail>
 __device__ __forceinline__ int tiles_of_block(const Params<T, Tail>& p, const Shared<S, Tail>& shared) {
   if constexpr (Tail::kFindsTiles) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ int tiles_of_block(const Params<T, Tail>& p, const Sh
   }
 }
 
-/// Copies columns of a tile's activation rows to a stage; `barrier` counts their bytes.
+/// Copies a part of a tile's activation rows to a stage; `barrier` counts the bytes.
 template <class S, class T, class Tail>
 __device__ __forceinline__ void copy_rows(const Params<T, Tail>& p, Shared<S, Tail>& shared, int stage,
                                           int tile, int part, unsigned barrier) {
@@ -52,14 +52,14 @@ __device__ __forceinline__ void copy_rows(const Params<T, Tail>& p, Shared<S, Ta
            part * S::kChunks, barrier);
 }
 
-/// Parts of a tile.
+/// The number of parts of a tile.
 template <class S, class T>
 __device__ __forceinline__ int parts_of(const Product<T>& p) {
   return ceil_div(p.cols, S::kColumns);
 }
 
-/// What a block multiplies in its first round of the ring has its activations from one thread of those that
-/// multiply, the first to know that they are there: the one that copies may still wait for weights.
+/// Copies the activations for the block's first round of the ring. A consumer thread does this, because it is
+/// the first to know that they are ready; the producer may still be waiting for weights.
 template <class S, class T, class Tail>
 __device__ void copy_first_rows(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   const int parts = parts_of<S>(p.product);
@@ -69,7 +69,7 @@ __device__ void copy_first_rows(const Params<T, Tail>& p, Shared<S, Tail>& share
   for (int i = 0; i < ahead; ++i) copy_rows(p, shared, i, i / parts, i % parts, arrived);
 }
 
-/// The thread that copies.
+/// The producer thread.
 template <class S, class T, class Tail>
 __device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   const int parts = parts_of<S>(p.product);
@@ -86,13 +86,13 @@ __device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   RingPlace<S::kStages> place(shared.ring);
   RingPlace<S::kStages> arriving(shared.ring);
   int arrived = 0;
-  // Before copy `i`, with which no more than `most` are under way.
+  // Called before copy `i`: waits until fewer than `most` copies are in flight.
   const auto hold = [&](int i, int most) {
     for (; arrived <= i - most; ++arrived, arriving.advance()) arriving.wait_full();
   };
   for (int i = 0; i < ahead; ++i, place.advance()) {
     hold(i, S::kFewUnderWay);
-    copy_weights(place, i / parts, i % parts, weight_bytes);  // the rows are copied by copy_first_rows()
+    copy_weights(place, i / parts, i % parts, weight_bytes);  // copy_first_rows() copies the activations
   }
   wait_for_previous();
   int tile = ahead / parts;
@@ -109,7 +109,7 @@ __device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   }
 }
 
-/// The warps that multiply.
+/// The consumer warps.
 template <class T, class S, class Tail>
 struct Consumer {
   using Block = Shared<S, Tail>;
@@ -123,16 +123,16 @@ struct Consumer {
         lane(static_cast<int>(threadIdx.x) % kWarp),
         height(all.tiles.height * Tail::kHalves) {}
 
-  /// This lane's 16 bytes of a row: 8 columns of a chunk, of which an even warp takes the even eights and
-  /// the next warp the odd ones, so that two rows that swizzling sets side by side share no bank.
+  /// This lane's 16 bytes of a row: 8 columns of a chunk. Even warps take the even groups of eight columns,
+  /// odd warps the odd ones, so that two rows that swizzling places side by side share no bank.
   __device__ __forceinline__ uint4 load(const unsigned char* rows, int row) const {
     const int eight = (lane % 4 * 2 + warp % 2) ^ (row % 8);
     return *reinterpret_cast<const uint4*>(rows + row * static_cast<int>(kChunkRowBytes) + eight * 16);
   }
 
-  /// A lane's columns are not those that the instruction names, but the same for both operands, and the sum
-  /// does not mind. What lies past the last column is zero in both. A warp's columns and their order are the
-  /// same for all shapes, and so are the sums.
+  /// Multiplies a stage. A lane's columns are not those of the instruction, but the same in both operands, so
+  /// the sum is the same. Columns past the last are zero in both. A warp's columns and their order, and so
+  /// the bits of the sums, are the same for all shapes.
   __device__ __forceinline__ void multiply_stage(const typename Block::Stage& stage, Found& found) const {
     const int row = lane / 4;
 #pragma unroll
@@ -153,8 +153,8 @@ struct Consumer {
     }
   }
 
-  /// What the warps found of the block's tile number `tile`, added in their order and stored. A warp that is
-  /// done goes on where the next tile's sums lie elsewhere.
+  /// Adds the warps' sums of the block's tile number `tile` in warp order and stores them. A warp that is
+  /// done continues if the next tile's sums are in other memory.
   __device__ void store_tile(int tile, const Found& found) const {
     auto& sums = shared.sums[tile % S::kSums];
     if (lane / 4 < S::kRows) {
@@ -166,7 +166,7 @@ struct Consumer {
           *reinterpret_cast<float2*>(to + 8 * (S::kTileWidth + kMatrixWidth)) = {found[i][2], found[i][3]};
       }
     }
-    if (Tail::kPrepares && tile == 0) {  // and the tail has prepared what it needs to store
+    if (Tail::kPrepares && tile == 0) {  // also waits until the tail has prepared its data
       group_sync(kTailIsPrepared, kConsumerThreads + kWarp);
     } else {
       group_sync(kConsumersMeet, kConsumerThreads);
@@ -189,7 +189,7 @@ struct Consumer {
 
   __device__ void run() const {
     RingPlace<S::kStages> place(shared.ring);
-    wait_for_previous();  // before the output is touched
+    wait_for_previous();  // before the output is written
     if (threadIdx.x == 0) copy_first_rows(params, shared);
     barrier_wait(static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows)), 0);
     const int mine = tiles_of_block(params, shared);
@@ -213,15 +213,15 @@ struct Consumer {
   Block& shared;
   int warp;
   int lane;
-  int height;  // of a tile, all halves
+  int height;  // rows of a tile, all halves
 };
 
 /// Threads of a block.
 template <class Tail>
 inline constexpr int kBlockThreads = kThreads + (Tail::kPrepares ? kWarp : 0);
 
-/// The sums of p.product, which end in p.tail. One that prepares or finds tiles lets the next kernel start
-/// itself.
+/// Computes the sums of p.product and stores them through p.tail. A tail that prepares or finds tiles calls
+/// start_next() itself.
 template <class T, class S, class Tail>
 __global__ void __launch_bounds__(kBlockThreads<Tail>, S::kBlocksPerSm)
     product_kernel(const __grid_constant__ Params<T, Tail> p) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a product of few activation rows is cut into blocks, tiles and stages, and what a block keeps.
+// How a product of few activation rows is divided into blocks, tiles and stages, and a block's shared memory.
 #pragma once
 
 #include <helix/integers.hpp>
@@ -11,28 +11,28 @@
 
 namespace helix::cuda::few_rows {
 
-inline constexpr int kConsumers = 8;  // warps that multiply
+inline constexpr int kConsumers = 8;  // consumer warps
 inline constexpr int kConsumerThreads = kConsumers * kWarp;
 inline constexpr int kThreads = kConsumerThreads + kWarp;
 inline constexpr int kMatrixWidth = 8;                          // weight rows of one instruction
-inline constexpr int kWarpColumns = 32;                         // that a warp multiplies at a time
-inline constexpr int kStepColumns = kConsumers * kWarpColumns;  // that all do
+inline constexpr int kWarpColumns = 32;                         // of a warp at a time
+inline constexpr int kStepColumns = kConsumers * kWarpColumns;  // of all warps at a time
 inline constexpr unsigned kChunkRowBytes = 2 * kChunkColumns;   // of a chunk's row in shared memory
 inline constexpr int kConsumersMeet = 1;                        // barrier; 0 is the block's
-inline constexpr int kTailIsPrepared = 2;                       // the consumers', and the tail's warp
+inline constexpr int kTailIsPrepared = 2;                       // barrier: consumers and the tail's warp
 
-/// Weights on their way to an SM while the kernel ahead runs: some two microseconds of its share of memory's
-/// speed. Eight layers of the 8B shape, ms on one H200, two of KVP 2, two of TPA 2: 32 KiB 1.145, 0.775 and
-/// 0.684; 64 KiB 1.127, 0.777 and 0.687; 96 KiB 1.141, 0.790 and 0.703; 192 KiB, all of the ring, 1.159,
-/// 0.801 and 0.711.
+/// Bytes of weights in flight per SM while the previous kernel runs: some two microseconds of its share of
+/// memory bandwidth. Eight layers of the 8B shape, ms on one H200, two with KVP 2, two with TPA 2: 32 KiB
+/// 1.145, 0.775 and 0.684; 64 KiB 1.127, 0.777 and 0.687; 96 KiB 1.141, 0.790 and 0.703; 192 KiB, all of the
+/// ring, 1.159, 0.801 and 0.711.
 inline constexpr int kFewBytesUnderWay = 65536;
-/// The same from then on: 96 KiB 1.116, 0.773 and 0.686 in another run, 128 KiB 1.118, 0.771 and 0.682; 192
+/// The limit from then on: 96 KiB 1.116, 0.773 and 0.686 in another run; 128 KiB 1.118, 0.771 and 0.682; 192
 /// KiB 1.124, 0.775 and 0.685.
 inline constexpr int kMaxBytesUnderWay = 131072;
 
-/// What a kernel is built for: up to kMaxRows activation rows, tiles of up to kWidth weight rows, a ring of
-/// kRingStages stages of kStageElements weights, kSmBlocks blocks on an SM, and memory for the sums of
-/// kTileSums tiles.
+/// The sizes that a kernel is built for: up to kMaxRows activation rows, tiles of up to kWidth weight rows, a
+/// ring of kRingStages stages with kStageElements weights each, kSmBlocks blocks per SM, and room for the
+/// sums of kTileSums tiles.
 template <int kMaxRows, int kWidth, int kRingStages, int kSmBlocks, int kStageElements = 8192,
           int kTileSums = 2>
 struct Shape {
@@ -41,9 +41,9 @@ struct Shape {
   static constexpr int kStages = kRingStages;
   static constexpr int kBlocksPerSm = kSmBlocks;
   static constexpr int kSums = kTileSums;
-  static constexpr int kColumns = kStageElements / kTileWidth;             // of a stage
-  static constexpr int kSmStageBytes = kStageElements * 2 * kBlocksPerSm;  // a stage of each block of an SM
-  /// Stages of a block under way in the ring's first round, beside the kernel ahead, and from then on.
+  static constexpr int kColumns = kStageElements / kTileWidth;             // columns of a stage
+  static constexpr int kSmStageBytes = kStageElements * 2 * kBlocksPerSm;  // one stage of each block of an SM
+  /// Most stages of a block in flight: in the ring's first round, while the previous kernel runs, and later.
   static constexpr int kFewUnderWay = kFewBytesUnderWay / kSmStageBytes;
   static constexpr int kMaxUnderWay = smaller(kMaxBytesUnderWay / kSmStageBytes, kStages);
   static constexpr int kChunks = kColumns / kChunkColumns;
@@ -52,30 +52,30 @@ struct Shape {
   static_assert(kSteps * kStepColumns == kColumns && kFewUnderWay >= 1);
 };
 
-/// Shared memory of a block of a kernel of shape S whose sums end in `Tail`.
+/// Shared memory of a block of a kernel of shape S whose tail is `Tail`.
 template <class S, class Tail>
 struct Shared {
-  /// Chunks of 64 columns, of each of which the rows follow each other, swizzled.
+  /// Swizzled chunks of 64 columns; the rows of a chunk are consecutive.
   struct Stage {
     unsigned char weights[S::kChunks * S::kTileWidth * kChunkRowBytes];
     unsigned char rows[S::kChunks * S::kRows * kChunkRowBytes];
   };
-  /// What the warps found of a tile; rows that do not share banks.
+  /// The warps' sums of a tile, padded so that rows share no banks.
   using Sums = float[kConsumers][S::kRows][S::kTileWidth + kMatrixWidth];
 
   Stage stages[S::kStages];
-  Sums sums[S::kSums];  // of tiles in turn
+  Sums sums[S::kSums];  // alternate between tiles
   RingBarriers<S::kStages> ring;
-  unsigned long long first_rows;  // barrier: the activations of the first round of the ring
+  unsigned long long first_rows;  // barrier: the activations of the ring's first round have arrived
   typename Tail::Memory tail;
   static_assert(sizeof(Stage) % 1024 == 0);
 };
 
-/// How the weight rows (pairs of them, if gate and up are one product) are cut. Every block but the last has
-/// as many tiles, and every tile as many rows.
+/// How the weight rows (or pairs, if gate and up are one product) are divided. All blocks but the last have
+/// equally many tiles, and all tiles equally many rows.
 struct Tiles {
-  int height;  ///< Rows of a tile, or pairs.
-  int count;   ///< Of a block.
+  int height;  ///< Rows, or pairs, of a tile.
+  int count;   ///< Tiles of a block.
   int blocks;
 
   Tiles(int width, int most_height, int most_blocks) {
@@ -84,24 +84,24 @@ struct Tiles {
     height = (share + count - 1) / count;
     blocks = (width + height * count - 1) / (height * count);
   }
-  /// `of_height` rows each, `all` of them.
+  /// `all` tiles of `of_height` rows each.
   static Tiles of(int of_height, int all, int most_blocks) {
     Tiles tiles(all, 1, most_blocks);
     tiles.height = of_height;
     return tiles;
   }
 
-  /// Number of the block's tile `tile` among all.
+  /// Index of the block's tile `tile` among the tiles of all blocks.
   __device__ int number(int tile) const { return static_cast<int>(blockIdx.x) * count + tile; }
   __device__ int begin(int tile) const { return number(tile) * height; }
-  /// Tiles of this block.
+  /// The number of tiles of this block.
   __device__ int mine(int width) const {
     const int left = (width - begin(0) + height - 1) / height;
     return min(count, left);
   }
 };
 
-/// What the kernel is given.
+/// Kernel parameters.
 template <class T, class Tail>
 struct Params {
   CUtensorMap weights;  ///< See Tail::copy_weights(); a box is a tile's part.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all launches of products of few rows have alike.
+// What the launches of all products of few rows share.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@
 
 namespace helix::cuda::few_rows {
 
-/// Tiles of 16 rows and two blocks an SM are better (99.3 us of a layer's products against 100.0) where the
-/// activation rows beside each tile are few.
+/// With few activation rows per tile, tiles of 16 rows and two blocks per SM are better (99.3 us for a
+/// layer's products instead of 100.0).
 using OneOrTwo = Shape<2, 16, 6, 2>;
 using UpToEight = Shape<8, 32, 10, 1>;
 using UpToSixteen = Shape<kMaxFewRows, 32, 7, 1>;
 
-inline constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_NONE;  // by 256 bytes: 7 % slower
+inline constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_NONE;  // 256 bytes: 7 % slower
 
-/// Tiles of one run of `width` weight rows (or of `halves` for each) each, of which a block copies the least:
-/// its weights, and as many activations a tile.
+/// Divides `runs` runs of `width` weight rows (`halves` rows for each) into tiles of one run each, so that a
+/// block copies the least: its weights, plus the activations once per tile.
 inline Tiles cut_runs(int runs, int width, int halves, int rows, int most_height, int most_blocks) {
   const auto copied = [&](const Tiles& tiles) { return tiles.count * (halves * tiles.height + rows); };
   Tiles best = Tiles::of(1, runs * width, most_blocks);
@@ -31,8 +31,8 @@ inline Tiles cut_runs(int runs, int width, int halves, int rows, int most_height
   return best;
 }
 
-/// Queues the product in shape S, cut into `tiles`, of which `weights` is the map that the tail copies by. A
-/// tile has p.rows activation rows of the `in_rows` at p.in.
+/// Queues the product in shape S, divided into `tiles`. The tail copies weights through the map `weights`. A
+/// tile uses p.rows of the `in_rows` activation rows at p.in.
 template <class S, class Tail, class T>
 void launch_product(const Product<T>& p, std::int64_t in_rows, const CUtensorMap& weights, const Tiles& tiles,
                     const Tail& tail, cudaStream_t stream) {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tail of a product whose sums are heads of q, k and v: rope, and the append to the pages.
 //
-// A kernel less on the way from the product to attention. The 8B shape on H200s, in turn, ms: one GPU 3.710
-// to 3.698 with 512 tokens and 7.659 to 7.607 with 131072, KVP 2 2.646 to 2.607 and 4.716 to 4.657; with
-// eight sequences, 8 layers, 1.196 to 1.187. It is not more because attention waits for the product's shared
-// memory now, where it asked for its page lists beside the kernel between.
+// Saves a kernel between the product and attention. The 8B shape on H200s, measured alternately, ms: one GPU
+// 3.710 to 3.698 with 512 tokens and 7.659 to 7.607 with 131072; KVP 2 2.646 to 2.607 and 4.716 to 4.657;
+// eight sequences, 8 layers, 1.196 to 1.187. It is not more because attention now waits for the product's
+// shared memory; before, it read its page lists while the kernel between ran.
 //
-// A short product is in the ring, most of it, when the kernel ahead ends. The tail then holds it up unless it
-// has read ahead: TPA 2 2.225 to 2.192 ms.
+// Most of a short product's weights are in the ring when the previous kernel ends. The tail then delays the
+// product unless it has read ahead: TPA 2 2.225 to 2.192 ms.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +21,13 @@
 
 namespace helix::cuda::few_rows {
 
-inline constexpr int kQkvSequences = kWarp;           ///< Most sequences, those without a token too.
-inline constexpr int kLanePairs = 2;                  ///< Of a lane of the warp that prepares.
+inline constexpr int kQkvSequences = kWarp;           ///< Most sequences, including those without a token.
+inline constexpr int kLanePairs = 2;                  ///< Per lane of the warp that prepares.
 inline constexpr int kQkvPairs = kLanePairs * kWarp;  ///< Most pairs of a block.
 
-/// A tile is `height` pairs of one head: rows n and n + pairs of it, or 2n and 2n + 1. Where the head ends
-/// before the tile does, the rest is zeros and nobody's; Product::width counts pairs, those too. Up to
-/// kMaxRows activation rows.
+/// A tile is `height` pairs of one head: its rows n and n + pairs, or 2n and 2n + 1. If the head ends before
+/// the tile does, the rest of the tile is zeros and is not stored; Product::width counts those pairs too.
+/// Takes up to kMaxRows activation rows.
 template <int kMaxRows>
 struct Qkv {
   static constexpr int kHalves = 2;
@@ -38,7 +38,7 @@ struct Qkv {
   struct Memory {
     Rotation rotations[kQkvPairs * kMaxRows];  // [tile][pair][row]
     std::int64_t page[kMaxRows];
-    std::int64_t in_page[kMaxRows];  // of the row's token; -1: not stored here
+    std::int64_t in_page[kMaxRows];  // place of the row's token in its page; -1: not stored here
   };
 
   /// Rows of keys or of values in the pages.
@@ -49,36 +49,37 @@ struct Qkv {
 
   int head_tiles;
   int pairs;        // of a head
-  int first_head;   // of those that this product has
-  int query_heads;  // the first ones of all; then as many of k as of v
+  int first_head;   // first head that this product computes
+  int query_heads;  // come first; then as many of k as of v
   int kv_heads;
   bool is_interleaved;
   const float* inverse_frequency;  // [pairs]
   float magnitude;
-  AppendedTokens appended;  // of the rows
+  AppendedTokens appended;  // for the activation rows
   PageLists lists;
   std::int64_t page_tokens;
-  bool reads_ahead;  // positions, slots and page lists, before the kernel ahead has ended
+  bool reads_ahead;  // reads positions, slots and page lists before the previous kernel ends
   PageRows keys;
   PageRows values;
   DType stored_dtype;
 
-  /// Coordinates: columns of a chunk, a head's pairs, their two rows, heads, chunks.
+  /// Map coordinates: columns of a chunk, a head's pairs, their two rows, heads, chunks.
   __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map, const Tiles& tiles,
                                                const Memory&, int tile, int chunk, unsigned barrier) const {
     const int number = tiles.number(tile);
     copy_box_once(to, map, 0, number % head_tiles * tiles.height, 0, number / head_tiles, chunk, barrier);
   }
 
-  /// By a warp, while the others multiply: the rotations, and where the rows' tokens go. Each trip to memory
-  /// queues behind the weights, so it makes two, or three for a CSR list, and loads what is constant ahead.
+  /// By one warp while the others multiply: the rotations, and where the rows' tokens go in the pages. Memory
+  /// accesses queue after the weights in flight, so it makes two trips, three for a CSR list, and loads
+  /// constants ahead.
   template <class T>
   __device__ void prepare(const Product<T>& p, const Tiles& tiles, Memory& memory) const {
     prepare(p, tiles, memory, [] { start_next(); });  // not before: see AttentionParams::reads_ahead
   }
 
-  /// A pair's two sums, as T, turned if it is of q or k, to the output and, of k and v, to the row's token in
-  /// the pages.
+  /// Stores a pair's two sums, as T and rotated if of q or k, to the output. A pair of k or v is also stored
+  /// in the page row of its token.
   template <class T, class Total>
   __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory& memory,
                                         int tile, int row, int n, const Total& total) const {
@@ -96,7 +97,7 @@ struct Qkv {
     T second;
   };
 
-  /// What prepare() does; calls begin() as soon as the kernel ahead has ended.
+  /// Does the work of prepare(); calls begin() as soon as the previous kernel has ended.
   template <class T, class Begin>
   __device__ __forceinline__ void prepare(const Product<T>& p, const Tiles& tiles, Memory& memory,
                                           const Begin& begin) const {
@@ -118,7 +119,7 @@ struct Qkv {
     const std::int32_t end = is_sequence ? appended.query_offsets[lane + 1] : 0;
     const std::int32_t slot = is_sequence ? appended.sequence_slots[lane] : 0;
     const std::int64_t position = lane < p.rows ? appended.positions[lane] : -1;
-    unsigned sequence = 0;  // of row `lane`: those that end at or before it come before its own
+    unsigned sequence = 0;  // of row `lane`: the number of sequences that end at or before it
     for (int row = 0; row < p.rows; ++row) {
       const auto before = static_cast<unsigned>(__popc(__ballot_sync(~0u, is_sequence && end <= row)));
       if (lane == row) sequence = before;
@@ -139,16 +140,16 @@ struct Qkv {
     if (reads_ahead) follow();
   }
 
-  /// Pair of its head that is pair `n` of the block's tile `tile`; from `pairs` on it is none.
+  /// Index within its head of pair `n` of the block's tile `tile`. An index of `pairs` or more is no pair.
   __device__ __forceinline__ int pair_of(const Tiles& tiles, int tile, int n) const {
     return tiles.number(tile) % head_tiles * tiles.height + n;
   }
-  /// Head of all that the block's tile `tile` is of.
+  /// Index, among all heads, of the head of the block's tile `tile`.
   __device__ __forceinline__ int head_of(const Tiles& tiles, int tile) const {
     return first_head + tiles.number(tile) / head_tiles;
   }
 
-  /// Of a pair's two sums.
+  /// Makes a pair from its two sums.
   template <class T, class Total>
   __device__ __forceinline__ Pair<T> make_pair(const Product<T>& p, const Tiles& tiles, const Memory& memory,
                                                int tile, int row, int n, int head, int pair,
@@ -163,7 +164,7 @@ struct Qkv {
     return {from_float<T>(x), from_float<T>(y)};
   }
 
-  /// A pair to the output and, of k and v, to the row's token in the pages.
+  /// Stores a pair to the output and, if of k or v, in the page row of its token.
   template <class T>
   __device__ __forceinline__ void put(const Product<T>& p, const Memory& memory, int head, int pair, int row,
                                       Pair<T> x) const {
@@ -185,7 +186,7 @@ struct Qkv {
   }
 
  private:
-  /// Elements of a head that are a pair.
+  /// The elements of a head that form a pair.
   __device__ __forceinline__ int first_of(int pair) const {
     return is_interleaved ? 2 * pair : pair;
   }
@@ -193,7 +194,7 @@ struct Qkv {
     return is_interleaved ? 2 * pair + 1 : pair + pairs;
   }
 
-  /// By the lane of a row: where its token goes in the pages.
+  /// Finds where a row's token goes in the pages. Called by the lane of that row.
   __device__ __forceinline__ void place_row(int row, std::int64_t position, std::int64_t slot, int rows,
                                             Memory& memory) const {
     if (row >= rows) return;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tail of a product of q, k and v whose heads the ranks of a KVP group share: each multiplies as many and
-// sends them, ready to be stored, to the others, whose own blocks store them behind their own.
+// The tail of a product of q, k and v whose heads the ranks of a KVP group share: each multiplies equally
+// many and sends them, ready to be stored, to the others, whose blocks store them after their own.
 //
-// The group's ranks need all heads of their queries, and multiply them each for itself otherwise, by the same
-// weights. The 8B shape at KVP 2 on two H200s, in turn, ms: 2.526 to 2.427 with 512 tokens, 4.544 to 4.442
-// with 131072; 8 layers with eight sequences 0.792 to 0.749.
+// Every rank of the group needs all of these heads, and without sharing each computes them all with the same
+// weights. The 8B shape at KVP 2 on two H200s, measured alternately, in ms: 2.526 to 2.427 with 512 tokens,
+// 4.544 to 4.442 with 131072; 8 layers with eight sequences 0.792 to 0.749.
 //
-// A block sends to the peers' blocks of its own number, before it waits for theirs. Blocks are started in the
-// order of their numbers, so that the lowest that waits is always answered.
+// A block sends to the blocks with its own number on the peers, before it waits for theirs. Blocks start in
+// the order of their numbers, so the lowest waiting block is always answered.
 #pragma once
 
 #include <cstdint>
@@ -17,20 +17,20 @@
 
 namespace helix::cuda::few_rows {
 
-/// Tiles are of heads of this rank, of which each rank has as many.
+/// Tiles are of this rank's heads; all ranks have equally many.
 template <int kMaxRows>
 struct SharedQkv : Qkv<kMaxRows> {
   using Base = Qkv<kMaxRows>;
   static constexpr bool kReceives = true;
 
   struct Memory : Base::Memory {
-    std::uint32_t count;  // of the block's message
-    bool sends;           // unless this rank has given up
+    std::uint32_t count;  // number of the block's message
+    bool sends;           // false if this rank has given up
   };
 
   PeerChannel channel;
   std::uint32_t tag;
-  int heads;  // of a rank
+  int heads;  // heads per rank
 
   template <class T>
   __device__ void prepare(const Product<T>& p, const Tiles& tiles, Memory& memory) const {
@@ -48,7 +48,7 @@ struct SharedQkv : Qkv<kMaxRows> {
     __syncwarp();
   }
 
-  /// As Qkv::store(), and to the peers, first.
+  /// As Qkv::store(), after sending the pair to the peers.
   template <class T, class Total>
   __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory& memory,
                                         int tile, int row, int n, const Total& total) const {
@@ -67,11 +67,11 @@ struct SharedQkv : Qkv<kMaxRows> {
     this->put(p, memory, head, pair, row, found);
   }
 
-  /// By the warps that multiply, behind all tiles of the block: stores what the peers' blocks have sent.
+  /// Called by the consumer warps after all tiles of the block: stores what the peers' blocks have sent.
   template <class T>
   __device__ __forceinline__ void receive(const Product<T>& p, const Tiles& tiles,
                                           const Memory& memory) const {
-    const int count = tiles.mine(p.width) * p.rows * tiles.height;  // of each peer's words
+    const int count = tiles.mine(p.width) * p.rows * tiles.height;  // words from each peer
     for (int i = static_cast<int>(threadIdx.x); i < (channel.waits.size - 1) * count; i += kConsumerThreads) {
       const int peer = (channel.waits.rank + 1 + i / count) % channel.waits.size;
       const int word = i % count;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tails of products of few rows: what becomes of a sum once it is whole, and so which weight rows a tile has.
+// Tails of products of few rows: what happens to a complete sum, and hence which weight rows a tile has.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@
 
 namespace helix::cuda::few_rows {
 
-/// What tails have in common that need no more than the sums. Coordinates of their map: columns of a chunk,
-/// rows of a half, halves, chunks.
+/// Base of tails that need only the sums. Map coordinates: columns of a chunk, rows of a half, halves,
+/// chunks.
 struct PlainTail {
-  static constexpr bool kPrepares = false;  ///< Whether a warp of its own has prepare() to do.
-  static constexpr bool kReceives = false;  ///< Whether receive() of what peers send ends it.
-  /// Whether the device knows which tiles and activation rows there are: begin() finds them before anything
-  /// is copied, and Memory::num_tiles says how many tiles are the block's, row_of() a tile's activation row.
+  static constexpr bool kPrepares = false;  ///< Whether an extra warp calls prepare().
+  static constexpr bool kReceives = false;  ///< Whether receive() runs at the end, for what peers send.
+  /// Whether only the device knows the tiles and activation rows. If so, begin() finds them before anything
+  /// is copied, Memory::num_tiles is the block's number of tiles, and row_of() gives a tile's activation row.
   static constexpr bool kFindsTiles = false;
-  struct Memory {};  ///< Of a block, that prepare() or begin() fills.
+  struct Memory {};  ///< Per block; filled by prepare() or begin().
 
   static __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map, const Tiles& tiles,
                                                       const Memory&, int tile, int chunk, unsigned barrier) {
@@ -26,12 +26,12 @@ struct PlainTail {
   }
 };
 
-/// out = in * weight, as Product says.
+/// out = in * weight, as described at Product.
 struct Stored : PlainTail {
-  static constexpr int kHalves = 1;  ///< Weight rows for each row of a tile.
+  static constexpr int kHalves = 1;  ///< Weight rows per row of a tile.
 
-  /// Stores what is made of row n of tile `tile`, of which total(n) is the sum over the columns for
-  /// activation row `row`; total(tiles.height + n) is the second half's.
+  /// Stores the result of row n of tile `tile`. total(n) is its sum over the columns for activation row
+  /// `row`, and total(tiles.height + n) is that of the second half.
   template <class T, class Total>
   static __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory&,
                                                int tile, int row, int n, const Total& total) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators::linear, router_logits and head_linear. Activations and weights of one 16-bit type go to the
-// kernel of few rows on Hopper (few_rows.cu), else to the library (4096 x 16384 weights at 92 to 95 % of the
-// read ceiling from 1 to 16 rows on an H200, where the thin kernel here reached 68 %), or to the thin
-// tensor-core kernel where the library does not take the layout. All other types: kernels that stream the
-// weights once for a few rows, and a tiled one for more.
+// Operators::linear, router_logits and head_linear. If activations and weights share a 16-bit type, Hopper
+// uses the kernel of few rows where it fits (few_rows.cu), else the library (4096 x 16384 weights at 92 to 95
+// % of the read ceiling from 1 to 16 rows on an H200, where the thin kernel here reached 68 %). The thin
+// tensor-core kernel takes layouts that the library does not. For all other types, kernels stream the weights
+// once for a few rows, and a tiled kernel takes more rows.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -27,8 +27,8 @@
 namespace helix::cuda {
 namespace {
 
-/// Asks the L2 cache for the first `span` columns that part `split` of a weight row's columns has, a line a
-/// lane: before a kernel waits for its input.
+/// Prefetches into L2 the first `span` columns of part `split` of a weight row, one line per lane. Called
+/// before a kernel waits for its input.
 template <class W>
 __device__ __forceinline__ void prefetch_span(const W* row, int cols, int span, int split, int lane) {
   constexpr int kLine = 128 / static_cast<int>(sizeof(W));
@@ -36,22 +36,22 @@ __device__ __forceinline__ void prefetch_span(const W* row, int cols, int span, 
   if (lane * kLine < span && column < cols) prefetch_line(row + column);
 }
 
-/// Exact f32 products of up to kRows rows. Grid (groups of weight rows, heads, row tiles); a group is
-/// kDotOutputs weight rows, its columns shared by p.splits warps of a block. Reads each weight once a row
-/// tile, past L1, and the activations through L1.
+/// Exact f32 products of up to kRows rows. Grid (groups of weight rows, heads, row tiles). A group is
+/// kDotOutputs weight rows, whose columns p.splits warps of a block share. Reads each weight once per row
+/// tile, bypassing L1, and the activations through L1.
 template <class T, class W, int kRows, bool kVector>
 __global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
   constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
   constexpr int kSums = kRows * kDotOutputs;
   __shared__ float partial[kDotWarps][kSums];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int groups = kDotWarps / p.splits;  // of this block
+  const int groups = kDotWarps / p.splits;  // groups of this block
   const int first_group = static_cast<int>(blockIdx.x) * groups;
   const int first = (first_group + warp / p.splits) * kDotOutputs;
   const int head = static_cast<int>(blockIdx.y);
   const int first_row = static_cast<int>(blockIdx.z) * kRows;
 
-  // Past the end the last row is read again, and its sums are not stored.
+  // Past the end, read the last row again; its sums are not stored.
   const W* weights[kDotOutputs];
   const T* rows[kRows];
 #pragma unroll
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
   }
 }
 
-/// 16 bytes, or zeros if not `is_inside`: one instruction, where a condition in C++ may become a branch.
-/// `kIsWeight`: past L1, see load_weight().
+/// Loads 16 bytes, or zeros if not `is_inside`, in one instruction; a condition in C++ may become a branch.
+/// `kIsWeight`: bypasses L1, see load_weight().
 template <bool kIsWeight>
 __device__ __forceinline__ uint4 load_inside(const void* data, bool is_inside) {
   uint4 bits = make_uint4(0, 0, 0, 0);
@@ -101,13 +101,13 @@ __device__ __forceinline__ uint4 load_inside(const void* data, bool is_inside) {
 
 constexpr int kTileRows = 16;     // activation rows of an instruction
 constexpr int kTileWidth = 8;     // weight rows of an instruction
-constexpr int kChunk = 32;        // columns that a warp reads of a row at once, 16 bytes a lane
-constexpr int kChunksInSpan = 4;  // in flight
+constexpr int kChunk = 32;        // columns of a row that a warp reads at once, 16 bytes per lane
+constexpr int kChunksInSpan = 4;  // chunks in flight
 constexpr int kTileSpan = kChunk * kChunksInSpan;
 
-/// Tensor core products of up to 16 rows (8 unless kWide) with kTiles * 8 weight rows a warp. Grid as
-/// dot_kernel. A lane reads 16 bytes of a row at columns 8 * (lane % 4): not the order in which the
-/// instruction names its columns, but the same for both operands, and the sum does not mind.
+/// Tensor-core products of up to 16 rows (8 unless kWide) with kTiles * 8 weight rows per warp. Grid as
+/// dot_kernel. A lane reads 16 bytes of a row at columns 8 * (lane % 4). That is not the column order of the
+/// instruction, but it is the same for both operands, so the sum is the same.
 template <class T, int kTiles, bool kWide>
 __global__ void __launch_bounds__(kDotThreads) thin_tile_kernel(const Product<T> p) {
   constexpr int kRows = kWide ? kTileRows : kTileRows / 2;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kDotThreads) thin_tile_kernel(const Product<T>
   const int head = static_cast<int>(blockIdx.y);
   const int first_row = static_cast<int>(blockIdx.z) * kRows;
 
-  // Past the end the last row is read again, and its sums are not stored.
+  // Past the end, read the last row again; its sums are not stored.
   const T* weights[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -184,16 +184,16 @@ __global__ void __launch_bounds__(kDotThreads) thin_tile_kernel(const Product<T>
   }
 }
 
-constexpr int kBlockTile = 64;  // rows and weight rows of a block
+constexpr int kBlockTile = 64;  // rows, and weight rows, per block
 constexpr int kBlockCols = 16;  // columns in shared memory at a time
-constexpr int kThreadTile = 4;  // rows and weight rows of a thread
+constexpr int kThreadTile = 4;  // rows, and weight rows, per thread
 constexpr int kTiledThreads = (kBlockTile / kThreadTile) * (kBlockTile / kThreadTile);
 
-/// Exact f32 products of any number of rows, types and strides. Grid (64 weight rows, 64 rows, heads), a
-/// thread 4 x 4 sums; 8.5 KiB of shared memory.
+/// Exact f32 products for any number of rows, types and strides. Grid (64 weight rows, 64 rows, heads); each
+/// thread computes 4 x 4 sums; 8.5 KiB of shared memory.
 template <class T, class W>
 __global__ void __launch_bounds__(kTiledThreads) tiled_kernel(const Product<T> p) {
-  constexpr int kStride = kBlockTile + 4;  // keeps float4 reads aligned, spreads the transposed writes
+  constexpr int kStride = kBlockTile + 4;  // keeps float4 reads aligned and spreads the transposed writes
   __shared__ __align__(16) float in_tile[kBlockCols][kStride];
   __shared__ __align__(16) float weight_tile[kBlockCols][kStride];
   const int thread = static_cast<int>(threadIdx.x);
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kTiledThreads) tiled_kernel(const Product<T> p
       store(p, first_row + thread_row + r, head, first + thread_n + n, sums[r][n]);
 }
 
-/// out[r, n] += bias[n], after the library.
+/// out[r, n] += bias[n], after the library's product.
 template <class T>
 __global__ void add_bias_kernel(const Product<T> p) {
   const int n = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
@@ -248,7 +248,7 @@ __global__ void add_bias_kernel(const Product<T> p) {
   out = from_float<T>(to_float(out) + load_element(p.bias, p.bias_dtype, n));
 }
 
-/// Whether rows of activations may be read 16 bytes at a time.
+/// Whether activation rows may be read 16 bytes at a time.
 template <class T>
 bool has_aligned_rows(const Product<T>& p) {
   constexpr std::int64_t kElements = 16 / static_cast<std::int64_t>(sizeof(T));
@@ -256,7 +256,7 @@ bool has_aligned_rows(const Product<T>& p) {
          (p.heads == 1 || p.in_head % kElements == 0);
 }
 
-/// What launches ask of a rank's state.
+/// The properties of a rank that launches need.
 struct Machine {
   MatmulLibrary& library;
   int num_sms;
@@ -281,7 +281,7 @@ void launch_dots(Product<T> p, const Machine& machine, cudaStream_t stream) {
   launch_early(kernel, grid, kDotThreads, 0, stream, machine.is_hopper, p);
 }
 
-/// Calls launch(Product) for as many rows at a time as a grid has blocks of `block_rows` rows.
+/// Calls launch(Product) for as many rows at a time as a grid of blocks of `block_rows` rows can cover.
 template <class T, class Launch>
 void in_launches(const Product<T>& p, int block_rows, const Launch& launch) {
   Product<T> part = p;
@@ -316,7 +316,7 @@ void launch_tiles(Product<T> p, const Machine& machine, cudaStream_t stream) {
   in_launches(p, kRows, [&](const Product<T>& part) {
     const dim3 grid(grid_blocks(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads),
                     grid_blocks(part.rows, kRows));
-    // The division of the SM's memory that attention has: another would keep its blocks from starting beside
+    // Uses the same shared-memory carveout as attention: with another one its blocks could not start beside
     // these. A token of DeepSeek-V2-Lite's shape takes 1.357 ms with it, 1.407 without (H100).
     if (machine.is_hopper)
       HELIX_CUDA_CHECK(cudaFuncSetAttribute(thin_tile_kernel<T, kTiles, kWide>,
@@ -329,7 +329,7 @@ void launch_tiles(Product<T> p, const Machine& machine, cudaStream_t stream) {
 template <class T>
 void launch_tensor_core(const Product<T>& p, const Machine& machine, cudaStream_t stream) {
   const bool is_wide = p.rows > kTileRows / 2;
-  // Two tiles a warp halve the reads of activations, if they still leave a block for each SM.
+  // Two tiles per warp halve the reads of activations; used if there is still a block for each SM.
   const std::int64_t warps = ceil_div(p.width, 2 * kTileWidth) * std::int64_t{p.heads} *
                              std::min(kDotWarps, ceil_div(p.cols, kTileSpan));
   const bool has_two = warps >= std::int64_t{kDotWarps} * machine.num_sms;
@@ -348,10 +348,10 @@ void launch_bias(const Product<T>& p, cudaStream_t stream) {
   });
 }
 
-/// Rows of a product of several heads from which the library takes it. With 512 rows of 16 heads and 2048 of
-/// 128 it is faster: prompts of latent attention 21 ms for 23, and 88 for 111
+/// Rows from which the library takes a product of several heads. It is faster with 512 rows of 16 heads and
+/// with 2048 rows of 128: prompts of latent attention take 21 ms instead of 23, and 88 instead of 111
 /// (docs/measurements/attention.md, "Prompts of latent attention, expanded"). Fewer rows were not measured
-/// apart.
+/// separately.
 constexpr int kLibraryHeadRows = 64;
 
 template <class T>
@@ -359,7 +359,7 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
   if constexpr (sizeof(T) == 2) {
     if (machine.is_hopper && weight_dtype == kDTypeOf<T> && fits_few_rows(p))
       return multiply_few_rows(p, machine.num_sms, stream.handle());
-    constexpr std::int64_t kElements = 8;  // of 16 bytes
+    constexpr std::int64_t kElements = 8;  // elements in 16 bytes
     if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
         has_aligned_rows(p)) {
       const std::int64_t out_elements = p.is_out_f32 ? kElements / 2 : kElements;
@@ -367,7 +367,7 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
                               p.in_row >= p.cols && is_aligned_16(p.out) && p.out_row % out_elements == 0 &&
                               p.out_row >= p.width && p.out_head % out_elements == 0;
       if (!is_library) return launch_tensor_core(p, machine, stream.handle());
-      // A bias of another type is added afterwards, and the output rounded once more.
+      // A bias of another type is added afterwards, so the output is rounded once more.
       const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
       library_matmul(machine.library,
                      {.dtype = weight_dtype,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products through cuBLASLt: a handle, two workspaces and a plan for each shape seen.
+// Products through cuBLASLt: a handle, two workspaces, and a plan for each shape seen.
 #include "cuda/linear/matmul.hpp"
 
 #include <array>
@@ -24,7 +24,7 @@ namespace {
 constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
 constexpr std::uint32_t kAlignment = 16;
 
-/// All that an algorithm is chosen by.
+/// Everything that the choice of an algorithm depends on.
 struct MatmulShape {
   DType dtype = DType::bf16;
   DType out_dtype = DType::bf16;
@@ -65,7 +65,7 @@ using Description = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 using LibraryHandle = Owned<cublasLtHandle_t, cublasLtDestroy>;
 
-/// The library counts by column, so a row-major [rows, cols] is its cols x rows.
+/// The library is column-major, so it sees a row-major [rows, cols] matrix as cols x rows.
 struct MatmulPlan {
   Description description;
   Layout weight;  // cols x width, transposed by the product
@@ -103,7 +103,7 @@ Preference make_preference(const MatmulShape& shape) {
           "cublasLtMatmulPreferenceSetAttribute", shape);
   };
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, shape.has_workspace ? kWorkspaceBytes : std::size_t{0});
-  // Parts of split columns are added in f32, in fixed order, never as rounded outputs.
+  // Split-K partial sums are added in f32 in a fixed order, never as rounded outputs.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   for (const auto attribute :
@@ -160,7 +160,7 @@ class MatmulLibrary {
     MatmulShape shape{args.dtype,   args.out_dtype, args.rows,           args.cols,
                       args.width,   args.heads,     args.in_row,         args.in_head,
                       args.out_row, args.out_head,  args.bias != nullptr};
-    const std::lock_guard lock(mutex_);  // queueing, too: a description names the call's bias
+    const std::lock_guard lock(mutex_);  // also covers queueing: a description holds the call's bias
     std::byte* workspace = workspace_of(stream);
     shape.has_workspace = workspace != nullptr;
     auto found = plans_.find(shape);
@@ -185,12 +185,12 @@ class MatmulLibrary {
 
  private:
   struct StreamWorkspace {
-    std::optional<Stream> stream;  // none: nobody's yet
+    std::optional<Stream> stream;  // empty: not assigned yet
     Buffer memory;
   };
 
-  /// The stream's own, so that streams do not write the same one side by side; nullptr for a third stream,
-  /// and where a capture forbids to allocate one.
+  /// The stream's own workspace, so that streams do not write to the same one concurrently. nullptr for a
+  /// third stream, and if a capture forbids allocating one.
   std::byte* workspace_of(const Stream& stream) {
     for (StreamWorkspace& own : workspaces_) {
       if (own.stream && own.stream->handle() != stream.handle()) continue;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every kernel of products is asked for and refuses, and how it stores a sum.
+// The arguments that all product kernels share, the checks of these, and the store of a sum.
 #pragma once
 
 #include <cstdint>
@@ -22,19 +22,19 @@ struct Product {
   const void* weight;
   const void* bias;  // [width] or nullptr
   DType bias_dtype;
-  void* out;  // of T, or of float if is_out_f32
+  void* out;  // T, or float if is_out_f32
   std::int64_t out_row;
   std::int64_t out_head;
   int rows;
   int heads;
-  int width;  // weight rows of a head
+  int width;  // weight rows per head
   int cols;
   int splits;  // warps that share the columns of a group of weight rows
   bool accumulate;
-  bool is_out_f32;  // without bias and accumulate
+  bool is_out_f32;  // requires no bias and no accumulate
 };
 
-/// Writes one sum, if it lies in the output.
+/// Writes one sum if it is inside the output.
 template <class T>
 __device__ __forceinline__ void store(const Product<T>& p, int row, int head, int n, float sum) {
   if (row >= p.rows || n >= p.width) return;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store(const Product<T>& p, int row, int head, in
   out = from_float<T>(sum);
 }
 
-/// Throws Error(unsupported) unless a product of `rows` rows is built for the weight.
+/// @throws Error(unsupported) unless a product of `rows` rows with this weight is supported.
 inline void check_weight(const char* operation, const WeightView& weight, std::int64_t rows) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 2;
   HELIX_EXPECTS(detail::is_arithmetic(weight.dtype), ErrorCode::unsupported, operation, ": weights are ",
@@ -61,7 +61,7 @@ inline void check_weight(const char* operation, const WeightView& weight, std::i
                 kMax, " of each");
 }
 
-/// The same of a whole call.
+/// check_weight() for a whole call.
 template <class T>
 void check_linear(const LinearArgs<T>& args) {
   check_weight("linear", args.weight, args.in.extent(0));
@@ -69,7 +69,7 @@ void check_linear(const LinearArgs<T>& args) {
                 "linear: the bias is ", to_string(args.bias.dtype), "; built for f32, f16 and bf16");
 }
 
-/// `in` times a whole weight; where the result goes is the caller's to say.
+/// `in` times a whole weight. The caller sets where the result goes.
 template <class T>
 Product<T> product_of(const TensorView<const T, 2>& in, const WeightView& weight) {
   Product<T> product{};

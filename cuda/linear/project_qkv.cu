@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators::project_qkv: the product of q, k and v with rope and the append to the pages as its tail,
-// where a product of few rows has one, and its heads shared by the ranks of a KVP group.
+// cuda::Operators::project_qkv: the product of q, k and v, with rope and the append to the pages as its tail
+// if it is a product of few rows, and with its heads shared by the ranks of a KVP group.
 #include <algorithm>
 #include <cstdint>
 
@@ -20,10 +20,10 @@ namespace {
 
 using few_rows::Tiles;
 
-/// Bytes of weights that sharing the heads must save a rank: it waits for its peers, some 2 us.
+/// Bytes of weights that sharing the heads must save a rank, which then waits for its peers, about 2 us.
 constexpr std::int64_t kMinSavedBytes = std::int64_t{12} << 20;
 
-/// Whether the tail has all that prepare_qkv is asked for, of q, k and v where the product leaves them.
+/// Whether the tail can do all of prepare_qkv for q, k and v where the product writes them.
 template <class T>
 bool has_tail(const ProjectQkvArgs<T>& args) {
   const PrepareQkvArgs<T>& prepare = args.prepare;
@@ -43,14 +43,14 @@ bool has_tail(const ProjectQkvArgs<T>& args) {
          lies_at(prepare.v, q_columns + format.num_heads * dim, format.num_heads);
 }
 
-/// What the flagged words of two ranks must agree on.
+/// Hash of what two ranks must agree on for their flagged words to match; 1 to 255.
 std::uint32_t tag_of(int heads, int pairs, const Tiles& tiles, int rows, int cols) {
   const std::uint32_t tag = call_tag(0, {heads, pairs, tiles.height, tiles.count, tiles.blocks, rows, cols});
   return 1 + (tag >> 16) % 255;
 }
 
-/// The product and its tail in one kernel of shape S; false, and nothing queued: there is none for these
-/// heads. `channel`: of the KVP group whose ranks share them, or null.
+/// Queues the product and its tail as one kernel of shape S. False, with nothing queued: there is none for
+/// these heads. `channel`: of the KVP group whose ranks share them, or null.
 template <class S, class T>
 bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms, const PeerChannel* channel,
                   cudaStream_t stream) {
@@ -71,7 +71,7 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   }
   const Tiles tiles =
       cut_runs(heads, pairs, Tail::kHalves, product.rows, S::kTileWidth / Tail::kHalves, most_blocks);
-  // A block of many tiles reads more than its share where heads do not divide well: more than is won.
+  // If heads do not divide well, a block of many tiles reads more than its share: more than the tail saves.
   const int share = ceil_div(heads * pairs, most_blocks);
   const int most = tiles.count * tiles.height;
   if ((tiles.count > 1 && most > share + share / 8) || most > kQkvPairs) return false;
@@ -83,9 +83,9 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
                   static_cast<const void*>(product.in), " and weight at ", product.weight,
                   " must be aligned to 16 bytes where ranks reach each other's memory");
   } else {
-    // What the tail asks memory for takes as long as what is left of a product whose weights are mostly in
-    // the ring when it begins: TPA 2 of the 8B shape lost 0.2 % of a step with one sequence, 0.8 % with two.
-    // Where it follows a layer, it asks ahead.
+    // If most of the product's weights are in the ring when it begins, the tail's memory accesses take as
+    // long as the rest of the product: TPA 2 of the 8B shape lost 0.2 % of a step with one sequence, 0.8 %
+    // with two. After a layer, the tail reads ahead.
     const int stages = tiles.count * ceil_div(product.cols, S::kColumns);
     if (!args.follows_layer && stages < 2 * S::kStages) return false;
   }
@@ -110,8 +110,8 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
                   .stored_dtype = kv.format.dtype};
   product.width = heads * head_tiles * tiles.height;
   product.weight = static_cast<const std::byte*>(product.weight) + first_head * 2 * pairs * row_bytes;
-  const std::int64_t between = prepare.rope.is_interleaved ? 1 : pairs;  // the rows of a pair
-  const std::int64_t next = prepare.rope.is_interleaved ? 2 : 1;         // pairs
+  const std::int64_t between = prepare.rope.is_interleaved ? 1 : pairs;  // between the two rows of a pair
+  const std::int64_t next = prepare.rope.is_interleaved ? 2 : 1;         // between pairs
   const CUtensorMap weights =
       rows_map<5>(const_cast<void*>(product.weight), kDTypeOf<T>,
                   {kChunkColumns, pairs, Tail::kHalves, heads, product.cols / kChunkColumns},
@@ -127,14 +127,15 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   return true;
 }
 
-/// The same in the shape for the rows; false too: no product of few rows has what is asked for. @throws
-/// Error(invalid_argument) where ranks share the heads and one's activations or weights are not aligned.
+/// multiply_qkv() in the shape for the rows; also false if no product of few rows does what is asked.
+/// @throws Error(invalid_argument) if ranks share the heads and this rank's activations or weights are not
+/// aligned.
 template <class T>
 bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const PeerChannel* channel,
                            cudaStream_t stream) {
   const LinearArgs<T>& linear = args.linear;
   const Product<T> product = product_of(linear);
-  // Where the activations begin is no reason for one of several ranks to take another way.
+  // The address of the activations is one rank's own, so it must not decide if ranks share the heads.
   const bool fits = channel == nullptr ? fits_few_rows(product) : has_few_rows(product);
   if (linear.weight.dtype != kDTypeOf<T> || !fits || product.accumulate ||
       args.prepare.batch.num_sequences() > few_rows::kQkvSequences || !has_tail(args))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether the weights of a rank's experts lie at equal distances, so that one tensor map has all of them.
+// Whether the weights of a rank's experts are equally spaced, so that one tensor map covers them all.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct ExpertDistances {
   std::int64_t down;
 };
 
-/// The distance of one projection, if it is always the same and a tensor map may have it.
+/// The distance for one projection, if it is constant and a tensor map allows it.
 inline std::optional<std::int64_t> distance_of(std::span<const ExpertWeights> experts,
                                                WeightView ExpertWeights::*projection, DType dtype) {
   const auto address = [&](std::size_t e) { return address_of((experts[e].*projection).data); };
@@ -33,7 +33,7 @@ inline std::optional<std::int64_t> distance_of(std::span<const ExpertWeights> ex
   return bytes;
 }
 
-/// Of weights that are all of `dtype`.
+/// The distances for weights that are all of `dtype`.
 inline std::optional<ExpertDistances> distances_of(std::span<const ExpertWeights> experts, DType dtype) {
   const auto gate_up = distance_of(experts, &ExpertWeights::gate_up, dtype);
   const auto down = distance_of(experts, &ExpertWeights::down, dtype);

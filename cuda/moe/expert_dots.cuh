@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of experts in f32 arithmetic, for any types and any rows: of up to kMaxDotRows pairs at a time.
+// Products of experts in f32 arithmetic, for any types and any rows, with up to kMaxDotRows pairs at a time.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace helix::cuda {
 
-/// What a block multiplies: an item, and some groups of weight rows.
+/// The work of a block: an item, and some groups of weight rows.
 struct ItemPart {
   ExpertItem item;
   const std::int32_t* pairs;  // sorted
   unsigned mask;              // of an UnsortedItem
   const void* weights;
   int warp;
-  int groups;  // of this block
+  int groups;  // groups of this block
   int first_group;
 
   template <class T>
@@ -51,7 +51,8 @@ struct ItemPart {
   }
 };
 
-/// Calls body with kRows as a std::integral_constant: 1, 2, 4 or kMaxDotRows, the least that `count` fits.
+/// Calls body with kRows as a std::integral_constant: the least of 1, 2, 4 and kMaxDotRows that covers
+/// `count`.
 template <class Body>
 __device__ __forceinline__ void with_row_count(int count, const Body& body) {
   if (count == 1) {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void with_row_count(int count, const Body& body) {
   }
 }
 
-/// Rows of `in` of an item's pairs; past its end the last one again, whose sums are not stored.
+/// The rows of `in` of an item's pairs. Past the end, repeats the last one; its sums are not stored.
 template <int kRows, class T>
 __device__ __forceinline__ void find_rows(const ExpertProduct<T>& p, const ItemPart& part,
                                           const T* (&rows)[kRows]) {
@@ -74,11 +75,12 @@ __device__ __forceinline__ void find_rows(const ExpertProduct<T>& p, const ItemP
     rows[r] = p.in + part.pair(min(r, part.item.count - 1)) / p.pairs_per_row * p.in_stride;
 }
 
-/// Features of a group: of gate and up, two rows each.
+/// Features per group; gate and up take two rows each.
 template <bool kIsGateUp>
 inline constexpr int kDotFeatures = kIsGateUp ? kDotOutputs / 2 : kDotOutputs;
 
-/// out[pair, f] = silu(gate) * up with gate = in . weight[f], up = in . weight[width + f], or in . weight[f].
+/// out[pair, f] = silu(gate) * up with gate = in . weight[f] and up = in . weight[width + f], or else in .
+/// weight[f].
 template <class T, class W, bool kIsGateUp, bool kVector>
 __global__ void __launch_bounds__(kDotThreads, 2)
     expert_dot_kernel(const ExpertProduct<T> p, int splits, const __grid_constant__ ExpertTable table) {
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kDotThreads, 2)
   if (part.weights == nullptr) return;
   const ExpertItem& item = part.item;
   const int first = part.group_of_warp(splits) * kFeatures;
-  const W* weights[kDotOutputs];  // of gate and up, gate comes first
+  const W* weights[kDotOutputs];  // of gate and up, gate first
 #pragma unroll
   for (int o = 0; o < kDotOutputs; ++o) {
     const int feature = min(first + o % kFeatures, p.width - 1);

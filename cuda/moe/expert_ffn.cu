@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators::expert_ffn: this rank's chosen experts, in four steps: sort the (token, choice) pairs by expert,
-// where they are many, gate and up with SwiGLU, down, and the weighted sum of each token; of few tokens in
-// two (few_rows_experts.hpp).
+// Operators::expert_ffn: this rank's chosen experts, in four steps: sorts the (token, choice) pairs by expert
+// if they are many, then computes gate and up with SwiGLU, down, and each token's weighted sum. With few
+// tokens there are two steps (few_rows_experts.hpp).
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -36,18 +36,18 @@ namespace {
 constexpr int kSortThreads = 1024;
 constexpr int kExpertsPerSortThread = kMaxLocalExperts / kSortThreads;
 
-/// Pairs of an expert, in the mean, up to which dots are faster than tiles of warps: 32 experts of 7168 x
-/// 2048, 2 pairs each 874 us and 910 to 927, 4 pairs each 1066 and 1020 to 1043 (H100). Warp groups are
-/// faster wherever pairs are sorted.
+/// Mean pairs per expert up to which dots are faster than tiles of warps. With 32 experts of 7168 x 2048,
+/// dots and tiles take 874 us and 910 to 927 for 2 pairs each, 1066 and 1020 to 1043 for 4 pairs each (H100).
+/// Warp groups are faster whenever pairs are sorted.
 constexpr std::int64_t kDotPairs = 2;
 
 /// Scratch. A pair is token * top_k + choice.
 struct ExpertBuffers {
   ExpertItem* items;             // [tokens * top_k]
   std::int32_t* num_used_items;  // [1]
-  std::int32_t* pairs;           // [tokens * top_k], of this rank's experts, by expert
-  // [tokens * top_k, F], after SwiGLU; what tensor cores take is of the activations' type, of few tokens
-  // [chosen experts, tokens, F].
+  std::int32_t* pairs;           // [tokens * top_k]: pairs of this rank's experts, by expert
+  // [tokens * top_k, F], after SwiGLU. For tensor cores it has the activations' type, for few tokens the
+  // shape [chosen experts, tokens, F].
   float* hidden;
   float* outputs;  // [tokens * top_k, M]
 };
@@ -55,7 +55,7 @@ struct ExpertBuffers {
 ExpertBuffers carve(std::int64_t tokens, std::int64_t top_k, std::int64_t hidden, std::int64_t ffn,
                     WorkspaceArena& arena) {
   const std::int64_t pairs = tokens * top_k;
-  const std::int64_t few_rows = few_rows_hidden_elements(tokens, top_k, ffn) / 2;  // two in a float
+  const std::int64_t few_rows = few_rows_hidden_elements(tokens, top_k, ffn) / 2;  // two elements per float
   ExpertBuffers buffers{};
   buffers.items = arena.take<ExpertItem, 1>({pairs}).data();
   buffers.num_used_items = arena.take<std::int32_t, 1>({1}).data();
@@ -65,8 +65,8 @@ ExpertBuffers carve(std::int64_t tokens, std::int64_t top_k, std::int64_t hidden
   return buffers;
 }
 
-/// Calls use(pair, expert) for this rank's pairs, by all threads of the one block; choices are asked for
-/// several at a time.
+/// Calls use(pair, expert) for this rank's pairs, by all threads of the only block. Loads several choices at
+/// a time.
 template <class Use>
 __device__ __forceinline__ void for_each_pair(const Choices& choices, const Use& use) {
   constexpr int kBatch = 4;
@@ -83,16 +83,16 @@ __device__ __forceinline__ void for_each_pair(const Choices& choices, const Use&
   }
 }
 
-/// One block: counting sort of the pairs by expert, cut into `num_items` items of up to `item_pairs`, an
-/// expert's of one size but for the last; those left over get count 0. The order of an expert's pairs is not
-/// fixed; no result depends on it, for a pair has its own sums.
+/// One block. Counting sort of the pairs by expert, divided into `num_items` items of up to `item_pairs`; all
+/// of an expert but the last have one size; unused ones get count 0. The order of an expert's pairs is not
+/// fixed, but no result depends on it: each pair has its own sums.
 __global__ void __launch_bounds__(kSortThreads)
     sort_pairs_kernel(const Choices choices, int num_items, int item_pairs, ExpertItem* items,
                       std::int32_t* num_used_items, std::int32_t* pairs) {
   using Scan = cub::BlockScan<int, kSortThreads>;
   __shared__ typename Scan::TempStorage pair_storage;
   __shared__ typename Scan::TempStorage item_storage;
-  __shared__ int cursors[kMaxLocalExperts];  // an expert's pairs, then where the next of them goes
+  __shared__ int cursors[kMaxLocalExperts];  // counts an expert's pairs, then where its next pair goes
   follow_previous();
   const int thread = static_cast<int>(threadIdx.x);
   for (int expert = thread; expert < choices.num_experts; expert += kSortThreads) cursors[expert] = 0;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kSortThreads)
 }
 
 /// out[t, m] += sum over the token's choices of this rank's experts, in their order, of weight * outputs. A
-/// thread has kWidth columns; rows in y.
+/// thread has kWidth columns; y covers rows.
 template <class T, int kWidth>
 __global__ void sum_choices_kernel(const Choices choices, const float* outputs, int hidden, T* out,
                                    std::int64_t out_stride, int tokens) {
@@ -160,7 +160,7 @@ __global__ void sum_choices_kernel(const Choices choices, const float* outputs, 
   }
 }
 
-/// Calls launch(table, dtype, is_aligned) for runs of experts whose projection has one type.
+/// Calls launch(table, dtype, is_aligned) for runs of experts whose projection has the same type.
 template <class Launch>
 void for_each_table(std::span<const ExpertWeights> experts, WeightView ExpertWeights::*projection,
                     const Launch& launch) {
@@ -180,7 +180,7 @@ void for_each_table(std::span<const ExpertWeights> experts, WeightView ExpertWei
   }
 }
 
-/// What the kernels of one call have in common.
+/// What the kernels of one call share.
 struct ExpertCall {
   Choices choices;
   ExpertBuffers buffers;
@@ -192,12 +192,12 @@ struct ExpertCall {
   bool is_hopper;
   cudaStream_t stream;
 
-  /// [pairs, F] of `in`, a row each token or pair.
+  /// Gate and up: [pairs, F] from `in`, with a row per token or pair.
   template <class T, class Out>
   ExpertProduct<T, Out> gate_up(const TensorView<const T, 2>& in, Out* out) const {
     return product<T, Out>(in.data(), in.stride(0), choices.top_k, out, hidden, ffn);
   }
-  /// [pairs, M] of [pairs, F].
+  /// Down: [pairs, M] from [pairs, F].
   template <class T>
   ExpertProduct<T> down(const T* in) const {
     return product<T, float>(in, ffn, 1, buffers.outputs, ffn, hidden);
@@ -221,7 +221,7 @@ struct ExpertCall {
   }
 };
 
-/// Blocks of a product's grid: one for each item and `features` of its width.
+/// Blocks of a product's grid: one per item and `features` columns of its width.
 template <class Product>
 unsigned blocks_of(const Product& product, std::int64_t features) {
   const std::int64_t blocks = ceil_div<std::int64_t>(product.width, features) * product.num_items;
@@ -231,7 +231,7 @@ unsigned blocks_of(const Product& product, std::int64_t features) {
   return static_cast<unsigned>(blocks);
 }
 
-/// For the type of the weights, and for whether 16 bytes may be read at once.
+/// Dispatches on the type of the weights and on whether 16 bytes may be read at once.
 template <bool kIsGateUp, class T>
 void launch_dots(const ExpertCall& call, const ExpertProduct<T>& product, const ExpertTable& table,
                  DType dtype, bool is_aligned) {
@@ -261,7 +261,7 @@ void launch_tiles(const ExpertCall& call, const typename ExpertTile<T, kIsGateUp
                call.is_hopper, product, table);
 }
 
-/// Whether the rows of these products are aligned to 16 bytes, for tensor cores.
+/// Whether the rows of these products are aligned to 16 bytes, as tensor cores require.
 template <class T>
 bool has_aligned_rows(const ExpertFfnArgs<T>& args, std::int64_t ffn) {
   constexpr std::int64_t kRowElements = 8;
@@ -269,7 +269,7 @@ bool has_aligned_rows(const ExpertFfnArgs<T>& args, std::int64_t ffn) {
          args.in.stride(0) % kRowElements == 0 && is_aligned_16(args.in.data());
 }
 
-/// Whether all weights are of the activations' 16-bit type and begin at multiples of 16 bytes. Those with
+/// Whether all weights have the activations' 16-bit type and begin at multiples of 16 bytes. Weights with
 /// distances do.
 template <class T>
 bool fit_tensor_cores(std::span<const ExpertWeights> experts) {
@@ -280,10 +280,10 @@ bool fit_tensor_cores(std::span<const ExpertWeights> experts) {
       experts, [&](const ExpertWeights& expert) { return fits(expert.gate_up) && fits(expert.down); });
 }
 
-/// What multiplies the pairs of a call.
+/// The kernels that multiply the pairs of a call.
 enum class Multiplier { dots, tiles, warp_groups };
 
-/// A rank's experts get a share of the pairs that only the device knows: `num_pairs` is what they get at
+/// Chooses the kernels. Only the device knows how many pairs this rank's experts get; `num_pairs` is the
 /// most. `has_distances`: warp groups can take the weights.
 template <class T>
 Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std::int64_t num_pairs,
@@ -292,7 +292,7 @@ Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std
   const bool has_many = num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size());
   if (!(has_many || num_pairs > kUnsortedPairs) || !has_aligned_rows(args, ffn)) return Multiplier::dots;
   const std::int64_t tokens = args.in.extent(0);
-  const std::int64_t stride = args.in.stride(0);  // rows may go back in memory
+  const std::int64_t stride = args.in.stride(0);  // may be negative
   const bool has_offsets = is_map_stride(tokens, stride * static_cast<std::int64_t>(sizeof(T))) &&
                            tokens * stride <= kMaxWarpGroupElements &&
                            num_pairs * ffn <= kMaxWarpGroupElements;
@@ -300,7 +300,7 @@ Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std
   return has_many && fit_tensor_cores<T>(args.local_experts) ? Multiplier::tiles : Multiplier::dots;
 }
 
-/// Pairs of an item, at most.
+/// Most pairs of an item.
 int most_item_pairs(Multiplier multiplier) {
   switch (multiplier) {
     case Multiplier::dots:
@@ -338,7 +338,7 @@ void multiply_by_tiles(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
                  [&](const ExpertTable& table, DType, bool) { launch_tiles<T, false>(call, down, table); });
 }
 
-/// One product by warp groups, of experts whose weights begin with `first`, `distance` bytes apart.
+/// One product by warp groups. The experts' weights begin at `first` and are `distance` bytes apart.
 template <bool kIsGateUp, class T>
 void launch_warp_groups(const ExpertCall& call, const ExpertProduct<T, WarpGroupOut<T, kIsGateUp>>& product,
                         const void* first, std::int64_t distance) {
@@ -419,7 +419,7 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   const Multiplier multiplier = choose_multiplier(args, ffn, num_pairs, distances.has_value());
   const int item_pairs = most_item_pairs(multiplier);
   const bool is_sorted = multiplier != Multiplier::dots || num_pairs > kUnsortedPairs;
-  // Full items and one that is not for each expert, but no more than pairs.
+  // For each expert its full items and one partial one, but no more items than pairs.
   const std::int64_t num_items =
       is_sorted ? std::min(num_pairs, num_pairs / item_pairs + num_experts) : num_pairs;
   const ExpertCall call{.choices = choices,
@@ -440,7 +440,7 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   }
   if (multiplier == Multiplier::dots) multiply_by_dots(args, call);
 
-  // Outputs are aligned to 16 bytes, out may be anywhere.
+  // The outputs are aligned to 16 bytes; out need not be.
   hidden % 4 == 0 ? launch_sum<T, 4>(args, call) : launch_sum<T, 1>(args, call);
 }
 
@@ -449,7 +449,7 @@ std::size_t Operators<T>::expert_ffn_workspace_bytes(std::int64_t num_tokens, st
                                                      std::int64_t hidden, std::int64_t expert_ffn) const {
   WorkspaceArena measure;
   carve(num_tokens, top_k, hidden, expert_ffn, measure);
-  return measure.used_bytes() + WorkspaceArena::kAlignment;  // whatever the alignment of the caller's
+  return measure.used_bytes() + WorkspaceArena::kAlignment;  // for any alignment of the caller's
 }
 
 #define HELIX_INSTANTIATE(T)                                                                              \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the products of a rank's experts work on: pairs of a token and one of its choices, sorted by expert
-// and cut into items.
+// The work of the expert products: pairs of a token and one of its choices, sorted by expert and divided into
+// items.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,18 @@
 namespace helix::cuda {
 
 inline constexpr int kMaxLocalExperts = 4096;  // of a rank
-inline constexpr int kExpertsPerLaunch = 384;  // their pointers fit the 4 KiB of kernel parameters
+inline constexpr int kExpertsPerLaunch = 384;  // their pointers fit in the 4 KiB of kernel parameters
 
-/// Pairs of one expert, which share one read of its weights. count 0: nothing to do.
+/// Pairs of one expert, which share one read of its weights. count 0: no work.
 struct ExpertItem {
-  std::int32_t expert;  // of local_experts
-  std::int32_t begin;   // in ExpertBuffers::pairs
+  std::int32_t expert;  // index in local_experts
+  std::int32_t begin;   // index in ExpertBuffers::pairs
   std::int32_t count;
-  std::int32_t first_item;  // of the expert
-  std::int32_t num_items;   // of the expert, all but the last of one size
+  std::int32_t first_item;  // the expert's first item
+  std::int32_t num_items;   // items of the expert; all but the last have one size
 };
 
-/// The tokens' choices as the kernels read them.
+/// The tokens' choices.
 struct Choices {
   const std::int32_t* experts;
   std::int64_t expert_stride;  // between tokens
@@ -33,8 +33,8 @@ struct Choices {
   int num_pairs;
 };
 
-/// Expert of a token's choice, of local_experts; -1: another rank's. From L2: what reads it while the kernel
-/// ahead runs must not find what L1 has of the layer before.
+/// The expert of a token's choice, as an index in local_experts; -1: another rank's. Read with __ldcg: L1 may
+/// hold the previous layer's choices.
 __device__ __forceinline__ int local_expert(const Choices& choices, int token, int choice) {
   const std::int64_t id = __ldcg(choices.experts + token * choices.expert_stride + choice);
   const std::int64_t local = id - choices.first_expert;
@@ -44,20 +44,20 @@ __device__ __forceinline__ int local_expert(const Choices& choices, int pair) {
   return local_expert(choices, pair / choices.top_k, pair % choices.top_k);
 }
 
-/// One projection of consecutive experts, by value in the kernel's parameters.
+/// One projection of consecutive experts, passed by value in kernel parameters.
 struct ExpertTable {
   int first;
   int count;
   const void* weights[kExpertsPerLaunch];
 };
 
-/// What both projections read and write. Items of one expert lie side by side, so that they read its weights
-/// from L2 together.
+/// Arguments of either projection. The items of one expert are adjacent, so that they read its weights from
+/// L2 together.
 template <class T, class Out = float>
 struct ExpertProduct {
   Choices choices;
   const ExpertItem* items;             // null: blocks find them (find_item())
-  const std::int32_t* num_used_items;  // of num_items, the first ones; with items
+  const std::int32_t* num_used_items;  // the first of num_items; with `items`
   const std::int32_t* pairs;
   const T* in;
   std::int64_t in_stride;
@@ -68,15 +68,15 @@ struct ExpertProduct {
   int width;  // columns of out
 };
 
-/// The weights of an item's expert; null: no pairs, or an expert of another launch.
+/// The weights of an item's expert. Null if the item has no pairs, or its expert belongs to another launch.
 __device__ __forceinline__ const void* weights_of(const ExpertItem& item, const ExpertTable& table) {
   const int index = item.expert - table.first;
   return item.count == 0 || index < 0 || index >= table.count ? nullptr : table.weights[index];
 }
 
-/// Up to these pairs, blocks find items themselves: a step of 14 layers of DeepSeek-V2-Lite's shape
-/// takes 1.713 ms in place of 1.760 with 6 pairs. With 48 it took 3.95 in place of 3.89, as many blocks look
-/// in vain (H100).
+/// With up to this many pairs, blocks find items themselves: a step of 14 layers of DeepSeek-V2-Lite's shape
+/// takes 1.713 ms instead of 1.760 with 6 pairs. With 48 it took 3.95 instead of 3.89, because many blocks
+/// look in vain (H100).
 inline constexpr int kUnsortedPairs = kWarp;
 
 /// An item of pairs that are not sorted: bit i of `mask` is pair i.
@@ -85,8 +85,8 @@ struct UnsortedItem {
   unsigned mask;
 };
 
-/// The item that begins with pair `index` of up to kUnsortedPairs; by a warp. Of one expert's pairs every
-/// `item_pairs`-th begins an item, the others have none.
+/// The item that begins with pair `index` of up to kUnsortedPairs pairs. Called by a warp. Every
+/// `item_pairs`-th pair of an expert begins an item; the other pairs begin none.
 __device__ __forceinline__ UnsortedItem find_item(const Choices& choices, int index, int item_pairs) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int own = lane < choices.num_pairs ? local_expert(choices, lane) : -1;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of experts on tensor cores, for activations and weights of one 16-bit type: 128 weight rows of an
-// expert times up to 128 of its pairs, by the matrix products of warps (compute capability 8.0).
+// expert times up to 128 of its pairs, with warp-level matrix products (compute capability 8.0).
 //
-// Weight rows are the products' rows and pairs their columns: of a few pairs, whose weights are what takes
-// time, warps multiply few columns. Gate and up rows of a feature lie eight rows apart, so that one thread
-// has both sums. The sums of a pair do not depend on which others are multiplied beside it.
+// Weight rows are the rows of the product and pairs its columns, so with few pairs, where reading the weights
+// takes the time, warps multiply few columns. The gate and up rows of a feature are eight rows apart, so that
+// one thread has both sums. A pair's sums do not depend on the other pairs of its item.
 #pragma once
 
 #include <cstddef>
@@ -22,33 +22,33 @@
 
 namespace helix::cuda {
 
-/// Pairs of an item, at most.
+/// Most pairs of an item.
 inline constexpr int kTilePairs = 128;
 
-/// One product of an item: out[pair, f] = silu(gate) * up of width features f, or in . weight[f]. By eight
-/// warps in a grid, of 32 weight rows and 64 pairs each.
+/// One product of an item: out[pair, f] = silu(gate) * up for `width` features f, or in . weight[f]. A grid
+/// of eight warps computes it, with 32 weight rows and 64 pairs per warp.
 template <class T, bool kIsGateUp>
 struct ExpertTile {
   using Out = std::conditional_t<kIsGateUp, T, float>;
   using Product = ExpertProduct<T, Out>;
   static constexpr int kPairs = kTilePairs;
-  static constexpr int kBlocks = 2;  // of an SM
+  static constexpr int kBlocks = 2;  // blocks per SM
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kPairWarps = 2;
   static constexpr int kRowWarps = kWarps / kPairWarps;
-  static constexpr int kRowTiles = 2;                         // of 16 weight rows, of a warp
-  static constexpr int kPairTiles = kPairs / 8 / kPairWarps;  // of 8 pairs, of a warp
+  static constexpr int kRowTiles = 2;                         // tiles of 16 weight rows per warp
+  static constexpr int kPairTiles = kPairs / 8 / kPairWarps;  // tiles of 8 pairs per warp
   static constexpr int kWeightRows = 16 * kRowTiles * kRowWarps;
-  static constexpr int kAhead = 2;  // steps that are asked for ahead
+  static constexpr int kAhead = 2;  // steps requested ahead
   static constexpr int kStages = kAhead + 1;
-  static constexpr int kTileFeatures = kIsGateUp ? 8 : 16;  // of 16 weight rows
+  static constexpr int kTileFeatures = kIsGateUp ? 8 : 16;  // features in 16 weight rows
   static constexpr int kFeatures = kTileFeatures * (kWeightRows / 16);
   static constexpr unsigned kRowBytes = kChunkColumns * 2;
-  static constexpr unsigned kPairsAt = kWeightRows * kRowBytes;  // in a stage
+  static constexpr unsigned kPairsAt = kWeightRows * kRowBytes;  // offset of pairs in a stage
   static constexpr unsigned kStageBytes = kPairsAt + kPairs * kRowBytes;
   static constexpr unsigned kBytes = kStages * kStageBytes;
-  // Results before they leave, of a pair one after another: 16 bytes more, or neighbours shared banks.
+  // The results of a pair are contiguous, with 16 bytes of padding, so that neighbours do not share banks.
   static constexpr unsigned kResultBytes = kFeatures * sizeof(Out) + 16;
   static_assert(kPairs * kResultBytes <= kBytes);
 
@@ -66,18 +66,19 @@ struct ExpertTile {
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
-  /// The warp's row tile `m`, of 16 weight rows.
+  /// Row tile `m` of the warp, 16 weight rows.
   static __device__ int row_tile(int m) { return warp() % kRowWarps * kRowTiles + m; }
   static __device__ int first_pair() { return warp() / kRowWarps * (8 * kPairTiles); }
   static __device__ int part() { return static_cast<int>(threadIdx.x) % kParts; }
   static __device__ int copy_row() { return static_cast<int>(threadIdx.x) / kParts; }
 
-  /// Feature of the tile's weight row `row`.
+  /// The feature of weight row `row` of the tile.
   __device__ __forceinline__ int feature_of(int row) const {
     return first + row / 16 * kTileFeatures + row % 16 % kTileFeatures;
   }
 
-  /// Columns [kChunkColumns * step, + kChunkColumns) of weight rows and pairs; zeros behind the last ones.
+  /// Copies the columns [kChunkColumns * step, + kChunkColumns) of weight rows and pairs; zeros past the last
+  /// column.
   __device__ __forceinline__ void copy(const T* const (&rows)[kPairCopies], int step) const {
     const unsigned to =
         stage(step) + swizzled(static_cast<unsigned>(copy_row()), static_cast<unsigned>(part()));
@@ -102,15 +103,15 @@ struct ExpertTile {
     }
   }
 
-  /// Of a thread: element 4 * j + 2 * h + i is of row lane / 4 + 8 * h of a row tile, pair 8 * j + lane % 4 *
-  /// 2 + i.
+  /// A thread's sums. Element 4 * j + 2 * h + i is row lane / 4 + 8 * h of a row tile, pair 8 * j + lane % 4
+  /// * 2 + i.
   using Sums = float[kRowTiles][kPairTiles * 4];
 
   __device__ __forceinline__ unsigned stage(int step) const {
     return memory + static_cast<unsigned>(step % kStages) * kStageBytes;
   }
 
-  /// By this warp, of the pairs that there are.
+  /// Multiplies this warp's part of a step, for the pairs that exist.
   __device__ __forceinline__ void multiply_step(int step, Sums& sums) const {
     const unsigned from = stage(step);
     const int pair_tiles = (item.count - first_pair() + 7) / 8;
@@ -140,7 +141,7 @@ struct ExpertTile {
     }
   }
 
-  /// Sums into shared memory: [pair][feature].
+  /// Writes the sums to shared memory as [pair][feature].
   __device__ __forceinline__ void stage_results(const Sums& sums) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -178,7 +179,7 @@ struct ExpertTile {
     }
   }
 
-  /// Multiplies stages as they come.
+  /// Multiplies the stages as they arrive.
   __device__ __forceinline__ void walk(const T* const (&rows)[kPairCopies], Sums& sums) const {
     const int steps = (p.cols + kChunkColumns - 1) / kChunkColumns;
 #pragma unroll
@@ -199,7 +200,7 @@ struct ExpertTile {
   __device__ __forceinline__ void run() const {
     const T* rows[kPairCopies];
 #pragma unroll
-    for (int i = 0; i < kPairCopies; ++i) {  // past the end the last one again, whose sums are not stored
+    for (int i = 0; i < kPairCopies; ++i) {  // past the end, repeats the last pair; its sums are not stored
       const int pair = p.pairs[item.begin + min(copy_row() + i * kCopyRows, item.count - 1)];
       rows[i] = p.in + pair / p.pairs_per_row * p.in_stride;
     }
@@ -213,8 +214,8 @@ struct ExpertTile {
   }
 };
 
-/// Grid: num_items blocks for each kFeatures features, so that the items of one expert, which lie side by
-/// side, read its weights from L2 together. Columns and width are multiples of 8, rows aligned to 16 bytes.
+/// Grid: num_items blocks for each kFeatures features, so that the items of one expert, which are adjacent,
+/// read its weights from L2 together. Columns and width are multiples of 8; rows are aligned to 16 bytes.
 template <class T, bool kIsGateUp>
 __global__ void __launch_bounds__(ExpertTile<T, kIsGateUp>::kThreads, ExpertTile<T, kIsGateUp>::kBlocks)
     expert_tile_kernel(const typename ExpertTile<T, kIsGateUp>::Product p,

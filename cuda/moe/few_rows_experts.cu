@@ -18,7 +18,7 @@
 namespace helix::cuda {
 namespace {
 
-/// The product of p.rows of the `in_rows` rows at p.in and of each expert's weights.
+/// Launches the product of p.rows of the `in_rows` rows at p.in with each expert's weights.
 template <class S, class Tail, class T>
 void launch(const Product<T>& p, std::int64_t in_rows, std::int64_t num_experts, std::int64_t distance,
             const few_rows::Tiles& tiles, const Choices& choices, cudaStream_t stream) {
@@ -36,11 +36,11 @@ void launch(const Product<T>& p, std::int64_t in_rows, std::int64_t num_experts,
   few_rows::launch_product<S>(p, in_rows, weights, tiles, tail, stream);
 }
 
-/// Tiles of 16 rows, for a product of down that has no more of them for each SM.
+/// Tiles of 16 rows, for a product of down that has at most one such tile per SM.
 using UpToEightNarrow = few_rows::Shape<8, 16, 8, 1>;
 using UpToSixteenNarrow = few_rows::Shape<kMaxFewRows, 16, 5, 1>;
 
-/// The call. Gate and up in shape S; down too, or where it has few features in shape Narrow.
+/// Launches both products. Gate and up use shape S; so does down, or shape Narrow if it has few features.
 template <class S, class Narrow, class T>
 void launch_both(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden,
                  const ExpertDistances& distances, int num_sms, cudaStream_t stream) {
@@ -59,7 +59,8 @@ void launch_both(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden
                          S::kTileWidth / GateUp::kHalves, num_sms * S::kBlocksPerSm);
   launch<S, GateUp>(gate_up, tokens, num_experts, distances.gate_up, features, choices, stream);
 
-  // Reads the choices before it waits: gate and up has waited for their kernel when it lets this one start.
+  // Down reads the choices before it waits: gate and up lets it start only after waiting for the router's
+  // kernel.
   Product<T> down = product_of(TensorView<const T, 2>(hidden, {tokens, gate_up.width}), first.down);
   down.out = args.out.data();
   down.out_row = args.out.stride(0);

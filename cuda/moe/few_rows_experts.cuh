@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tails of products of few rows that multiply a few tokens by their chosen experts (compute capability
-// 9.0): of gate and up, and of down with the weighted sum.
+// Tails of products of few rows that multiply a few tokens by their chosen experts (compute capability 9.0):
+// one of gate and up, and one of down with the weighted sum.
 //
-// Each expert that a token chose is multiplied once, by all tokens: rows cost tensor cores nothing as long as
-// memory is the limit, and those of tokens that did not choose it are not stored. Which experts those are is
-// known on the device alone, when the router has ended, so tiles are found there. The product of down knows
-// them before gate and up has ended, and begins its copies meanwhile.
+// Each expert that some token chose multiplies all tokens, because rows cost tensor cores nothing while
+// memory is the limit. Results of tokens that did not choose it are not stored. Only the device knows the
+// chosen experts, once the router has ended, so the kernels find their tiles there. Down knows them before
+// gate and up has ended, and starts its copies meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -22,33 +22,33 @@
 
 namespace helix::cuda {
 
-/// Pairs of a token and a choice that a shape of up to `rows` tokens takes.
+/// Most (token, choice) pairs that a shape of up to `rows` tokens takes.
 constexpr int most_few_rows_pairs(int rows) {
   return 8 * (rows < 4 ? 4 : rows);
 }
 
-/// What both have in common, in shape S. Coordinates of their maps: columns of a chunk, rows of a half,
-/// halves, chunks, experts.
+/// Base of both tails, for shape S. Map coordinates: columns of a chunk, rows of a half, halves, chunks,
+/// experts.
 template <class S>
 struct FewRowsExperts {
   static constexpr bool kPrepares = false;
   static constexpr bool kReceives = false;
   static constexpr bool kFindsTiles = true;
   static constexpr int kMaxPairs = most_few_rows_pairs(S::kRows);
-  static constexpr int kPairsMeet = 3;  // barrier of a thread for each pair
+  static constexpr int kPairsMeet = 3;  // barrier of kMaxPairs threads, one per pair
   static_assert(kMaxPairs <= few_rows::kThreads && kMaxPairs % kWarp == 0);
 
   struct Memory {
     unsigned chosen[kMaxLocalExperts / kWarp];  // bit e: a token chose expert e
     std::int32_t expert_of[kMaxPairs];          // -1: another rank's
     float weight_of[kMaxPairs];
-    int count;                            // of the chosen experts
-    int first_tile;                       // of the block, among all of gate and up
+    int count;                            // number of chosen experts
+    int first_tile;                       // of the block, among all tiles of gate and up
     int num_tiles;                        // of the block
-    std::int32_t experts[kMaxPairs];      // the chosen ones, ascending
-    unsigned tokens[kMaxPairs];           // bit t: token t chose it,
-    float weights[kMaxPairs][S::kRows];   // with this weight
-    float sums[S::kRows][S::kTileWidth];  // of down's tile over the experts so far
+    std::int32_t experts[kMaxPairs];      // chosen experts, ascending
+    unsigned tokens[kMaxPairs];           // bit t: token t chose the expert
+    float weights[kMaxPairs][S::kRows];   // the token's weight for the expert
+    float sums[S::kRows][S::kTileWidth];  // of down's tile, over the experts so far
   };
 
   Choices choices;
@@ -57,13 +57,13 @@ struct FewRowsExperts {
   int num_tokens;
 
  protected:
-  /// What a tile of the block is of.
+  /// Expert and features of a tile.
   struct Place {
-    int expert;  // of Memory::experts
-    int part;    // of the expert's features, or of the block's
+    int expert;  // index in Memory::experts
+    int part;    // index among the expert's feature tiles, or the block's
   };
 
-  /// Begins find_experts(), before the choices are there.
+  /// Prepares find_experts(), before the choices are known.
   __device__ __forceinline__ void clear(Memory& memory) const {
     const int pair = static_cast<int>(threadIdx.x);
     if (pair >= kMaxPairs) return;
@@ -72,7 +72,7 @@ struct FewRowsExperts {
     group_sync(kPairsMeet, kMaxPairs);
   }
 
-  /// Fills the memory but for the block's tiles and sums; by all threads, which then meet.
+  /// Fills the memory except the block's tiles and sums. Called by all threads, before a barrier.
   __device__ __forceinline__ void find_experts(Memory& memory) const {
     const int pair = static_cast<int>(threadIdx.x);
     if (pair >= kMaxPairs) return;
@@ -86,7 +86,7 @@ struct FewRowsExperts {
     if (expert >= 0) atomicOr(&memory.chosen[expert / kWarp], 1u << expert % kWarp);
     group_sync(kPairsMeet, kMaxPairs);
 
-    int before = 0;  // chosen experts that come before this one
+    int before = 0;  // chosen experts with a lower index
     int count = 0;
     for (int word = 0; word < words(); ++word) {
       const unsigned chosen = memory.chosen[word];
@@ -98,7 +98,7 @@ struct FewRowsExperts {
     if (expert < 0) return;
     memory.experts[before] = expert;
     atomicOr(&memory.tokens[before], 1u << token);
-    float weight = 0.0f;  // of the token's choices of it, as a rule one
+    float weight = 0.0f;  // sum over the token's choices of this expert, usually one
     for (int other = token * top_k; other < (token + 1) * top_k; ++other)
       if (memory.expert_of[other] == expert) weight += memory.weight_of[other];
     memory.weights[before][token] = weight;
@@ -108,8 +108,8 @@ struct FewRowsExperts {
   __device__ __forceinline__ int words() const { return (choices.num_experts + kWarp - 1) / kWarp; }
 };
 
-/// hidden[n, t, f] = silu(g) * u for the n-th expert and the tokens that chose it. An expert's tiles follow
-/// each other, and all of them are dealt out evenly.
+/// hidden[n, t, f] = silu(g) * u for the n-th expert and the tokens that chose it. The tiles of an expert are
+/// consecutive, and all tiles are divided evenly among blocks.
 template <class S>
 struct ExpertsGateUp : FewRowsExperts<S> {
   using Memory = typename FewRowsExperts<S>::Memory;
@@ -118,7 +118,7 @@ struct ExpertsGateUp : FewRowsExperts<S> {
   __device__ __forceinline__ void begin(const few_rows::Tiles&, Memory& memory) const {
     this->clear(memory);
     wait_for_previous();
-    start_next();  // not before: down begins with the experts
+    start_next();  // not before: down then reads the choices
     this->find_experts(memory);
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -128,7 +128,7 @@ struct ExpertsGateUp : FewRowsExperts<S> {
     memory.first_tile = static_cast<int>(blockIdx.x) * share;
     memory.num_tiles = max(0, min(share, all - memory.first_tile));
   }
-  /// The tokens, whichever the expert.
+  /// The activation rows are the tokens, for every expert.
   static __device__ __forceinline__ int row_of(const Memory&, int) { return 0; }
 
   __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map,
@@ -156,9 +156,9 @@ struct ExpertsGateUp : FewRowsExperts<S> {
   }
 };
 
-/// out[t, f] += sum over the token's experts, ascending, of weight * (hidden[n, t] . weight[f]): the same for
-/// a token whatever is beside it. A block has the tiles of the same features of all experts one after the
-/// other.
+/// out[t, f] += sum over the token's experts, ascending, of weight * (hidden[n, t] . weight[f]). A token's
+/// sum does not depend on the other tokens. A block takes the tiles of the same features for all experts, one
+/// after another.
 template <class S>
 struct ExpertsDown : FewRowsExperts<S> {
   using Memory = typename FewRowsExperts<S>::Memory;
@@ -173,7 +173,7 @@ struct ExpertsDown : FewRowsExperts<S> {
     const int left = this->tiles_per_expert - tiles.number(0);
     memory.num_tiles = max(0, min(tiles.count, left)) * memory.count;
   }
-  /// The tokens' rows of an expert follow each other.
+  /// Each expert has its own rows, one per token.
   __device__ __forceinline__ int row_of(const Memory& memory, int tile) const {
     return place(memory, tile).expert * this->num_tokens;
   }
@@ -185,7 +185,7 @@ struct ExpertsDown : FewRowsExperts<S> {
     copy_box_once(to, map, 0, tiles.begin(part), 0, chunk, memory.experts[expert], barrier);
   }
 
-  /// A token's feature is one thread's in all of its tiles.
+  /// The same thread handles a token's feature in all of its tiles.
   template <class T, class Total>
   __device__ __forceinline__ void store(const Product<T>& p, const few_rows::Tiles& tiles, Memory& memory,
                                         int tile, int token, int n, const Total& total) const {
@@ -200,7 +200,7 @@ struct ExpertsDown : FewRowsExperts<S> {
   }
 
  private:
-  /// A block has few parts: no division.
+  /// A block has few parts: a loop, no division.
   static __device__ __forceinline__ typename FewRowsExperts<S>::Place place(const Memory& memory, int tile) {
     int part = 0;
     for (; tile >= memory.count; tile -= memory.count) ++part;

@@ -14,11 +14,11 @@ namespace helix::cuda {
 
 struct Choices;
 
-/// Elements of `hidden` that multiply_few_rows_experts() may need for up to `tokens` tokens.
+/// Elements that multiply_few_rows_experts() may need in `hidden` for up to `tokens` tokens.
 std::int64_t few_rows_hidden_elements(std::int64_t tokens, std::int64_t top_k, std::int64_t ffn);
 
-/// The call; false, and nothing queued, unless it has up to 16 tokens (up to 2, 8 and 16 of them with up to
-/// 32, 64 and 128 choices in all) and a multiple of 64 columns in both products, all rows aligned to 16
+/// Queues the call; false, with nothing queued, unless it has up to 16 tokens (up to 2, 8 and 16 with up to
+/// 32, 64 and 128 choices in all), a multiple of 64 columns in both products and all rows aligned to 16
 /// bytes. Weights are of T, `distances` apart. `hidden`: scratch of few_rows_hidden_elements(), aligned to 16
 /// bytes.
 template <class T>

@@ -15,7 +15,7 @@
 namespace helix::cuda {
 namespace {
 
-// Of three f32 arrays of them in shared memory: what any launch may have.
+// Three f32 arrays of this size fit in the shared memory that any launch may use.
 static_assert(3 * kMaxRoutedExperts * static_cast<std::int64_t>(sizeof(float)) <= 48 * 1024);
 
 struct RouteTokens {
@@ -35,19 +35,19 @@ struct RouteTokens {
   float scale;
 };
 
-/// NaN as -inf: the value NaN marks what has been taken.
+/// Replaces NaN by -inf, because NaN marks experts that have been taken.
 __device__ __forceinline__ float selectable(float value) {
   return isnan(value) ? -kInfinity : value;
 }
 
-/// A number that orders as `value` does, which is not NaN; -0 as 0.
+/// An integer in the order of `value`, which is not NaN; -0 counts as 0.
 __device__ __forceinline__ unsigned order_of(float value) {
   const auto bits = __float_as_uint(value + 0.0f);
   return (bits >> 31) != 0 ? ~bits : bits | 1u << 31;
 }
 
-/// Index of the largest of values [count] in shared memory, the smaller index on ties, and marks it as taken.
-/// The same in all lanes of the warp. At least one is not taken.
+/// Index of the largest of values [count] in shared memory, the lowest index on ties; marks it as taken.
+/// Returns the same in all lanes of the warp. At least one value must not be taken.
 __device__ int take_best(float* values, int count) {
   float best = -kInfinity;
   int index = INT_MAX;
@@ -65,7 +65,7 @@ __device__ int take_best(float* values, int count) {
   return index;
 }
 
-/// What a group counts: its best expert, or with sigmoid scores the sum of its two best.
+/// The score of a group: its best expert, or with sigmoid scores the sum of its two best.
 __device__ float group_score(const float* choice, int width, RouterScoring scoring) {
   float first = -kInfinity;
   float second = -kInfinity;
@@ -77,8 +77,8 @@ __device__ float group_score(const float* choice, int width, RouterScoring scori
   return scoring == RouterScoring::softmax || width == 1 ? first : first + second;
 }
 
-/// One warp (one block) a token. Shared memory: scores, choice (what the selection sees) [num_experts] and
-/// groups [num_groups]. Bound by latency: top_k rounds of a warp-wide maximum.
+/// One warp, and one block, per token. Shared memory: scores, choice (what the selection sees) [num_experts]
+/// and groups [num_groups]. Latency-bound: top_k rounds of a warp-wide maximum.
 __global__ void __launch_bounds__(kWarp) route_kernel(RouteTokens route) {
   follow_previous();
   extern __shared__ float shared[];

@@ -2,14 +2,14 @@
 // Products of experts by warp groups, for activations and weights of one 16-bit type (compute capability
 // 9.0): 256 weight rows of an expert times up to 192 of its pairs.
 //
-// Weight rows are the products' rows and pairs their columns, as in expert_tiles.cuh. A block an SM takes one
-// tile after another, and its ring of stages goes on across them: a warp copies weights, three the pairs'
-// rows, and two warp groups multiply. The sums of a pair do not depend on which others are multiplied beside
-// it.
+// As in expert_tiles.cuh, weight rows are the rows of the product and pairs its columns. One block per SM
+// takes tile after tile, and its ring of stages continues across tiles: one producer warp copies weights,
+// three copy the pairs' rows, and two consumer warp groups multiply. A pair's sums do not depend on the other
+// pairs of its item.
 //
-// Weights come 128 bytes of a row at a time, so L2 asks memory for 256: 32 experts of 7168 x 2048, 512 and 64
-// pairs in all, take 962 and 892 us, without it 1023 and 946. They may stay in L2, as the other items of the
-// expert want them: 8192 pairs take 1632 us, and 1913 where they leave first (H100).
+// Weights come 128 bytes of a row at a time, so L2 promotes requests to 256: 32 experts of 7168 x 2048, 512
+// and 64 pairs in all, take 962 and 892 us, without it 1023 and 946. They may stay in L2 for the other items
+// of the expert: 8192 pairs take 1632 us, and 1913 with evict-first (H100).
 #pragma once
 
 #include <cstddef>
@@ -30,17 +30,17 @@
 
 namespace helix::cuda {
 
-/// Pairs of an item that warp groups multiply, at most.
+/// Most pairs of an item for warp groups.
 inline constexpr int kWarpGroupPairs = 192;
 
-/// Elements of all rows of a product that a thread's offsets reach, which do not go back.
+/// Most elements of a product's rows that a thread's 32-bit offsets reach; row strides are not negative.
 inline constexpr std::int64_t kMaxWarpGroupElements = std::int64_t{8} << 32;
 
-/// What a product's results are: those of gate and up T, those of down f32 until choices are summed.
+/// The type of results: T for gate and up; f32 for down, until choices are summed.
 template <class T, bool kIsGateUp>
 using WarpGroupOut = std::conditional_t<kIsGateUp, T, float>;
 
-/// What the kernel is given.
+/// Kernel parameters.
 template <class T, bool kIsGateUp>
 struct WarpGroupParams {
   CUtensorMap weights;  ///< Columns, rows of eight, gate and up (of down one), eights, experts.
@@ -52,24 +52,24 @@ template <class T, bool kIsGateUp>
 struct WarpGroupExperts {
   using Params = WarpGroupParams<T, kIsGateUp>;
   using Out = WarpGroupOut<T, kIsGateUp>;
-  static constexpr int kGroups = 2;  // that multiply
+  static constexpr int kGroups = 2;  // consumer warp groups
   static constexpr int kThreads = (1 + kGroups) * kWarpGroup;
-  static constexpr int kRowTiles = 2;  // of 64 weight rows, of a group
+  static constexpr int kRowTiles = 2;  // tiles of 64 weight rows per group
   static constexpr int kWeightRows = kGroups * kRowTiles * kGroupRows;
-  /// Gate and up rows of a feature lie eight rows apart, so that one thread has both sums.
-  static constexpr int kTileFeatures = kIsGateUp ? 8 : 16;  // of 16 weight rows
+  /// The gate and up rows of a feature are eight rows apart, so that one thread has both sums.
+  static constexpr int kTileFeatures = kIsGateUp ? 8 : 16;  // features in 16 weight rows
   static constexpr int kFeatures = kTileFeatures * (kWeightRows / 16);
   static constexpr int kStages = 4;
   static constexpr unsigned kRowBytes = kChunkColumns * 2;
   static constexpr unsigned kWeightBytes = kWeightRows * kRowBytes;
   static constexpr unsigned kStageBytes = kWeightBytes + kWarpGroupPairs * kRowBytes;
-  /// Of the threads that copy pairs' rows each has one 16-byte part of every kCopyRows-th row.
+  /// Each thread that copies pairs' rows has one 16-byte part of every kCopyRows-th row.
   static constexpr int kRowThreads = kWarpGroup - kWarp;
   static constexpr int kParts = static_cast<int>(kRowBytes) / 16;
   static constexpr int kPartElements = 8;
   static constexpr int kCopyRows = kRowThreads / kParts;
   static constexpr int kRowCopies = kWarpGroupPairs / kCopyRows;
-  static constexpr int kLag = 2;  // steps until copied rows are looked for
+  static constexpr int kLag = 2;  // steps from requesting rows to checking for them
   static constexpr int kCopyRegisters = 40;
   static constexpr int kProductRegisters = 232;
   static_assert(kRowCopies * kCopyRows == kWarpGroupPairs);
@@ -80,7 +80,7 @@ struct WarpGroupExperts {
   };
   using Place = RingPlace<kStages>;
 
-  /// Features from `first` on of an item.
+  /// The features of an item from `first` on.
   struct Tile {
     int expert;
     int begin;
@@ -88,8 +88,8 @@ struct WarpGroupExperts {
     int first;
   };
 
-  /// The block's tiles. Those of an expert follow each other, and those of the same weights within it, so
-  /// that its weights and its pairs' rows come from memory once.
+  /// The block's tiles. Those of an expert follow each other, and among them those of the same weights, so
+  /// that weights and pairs' rows come from memory once.
   class Walk {
    public:
     __device__ explicit Walk(const Params& params)
@@ -100,7 +100,7 @@ struct WarpGroupExperts {
 
     __device__ __forceinline__ bool next(Tile& tile) {
       if (tile_ >= num_tiles_) return false;
-      const ExpertItem& some = items_[tile_ / parts_];  // of the tile's expert
+      const ExpertItem& some = items_[tile_ / parts_];  // any item of the tile's expert
       const int at = tile_ - some.first_item * parts_;
       const ExpertItem& item = items_[some.first_item + at % some.num_items];
       tile = {warp_uniform(item.expert), warp_uniform(item.begin), warp_uniform(item.count),
@@ -128,7 +128,7 @@ struct WarpGroupExperts {
            static_cast<unsigned>(place.stage()) * kStageBytes;
   }
 
-  /// By a warp.
+  /// The weights' producer, one warp.
   __device__ void copy_weights() const {
     Walk walk(params);
     Place place(shared.ring);
@@ -144,20 +144,20 @@ struct WarpGroupExperts {
     }
   }
 
-  /// By kRowThreads threads, of which this is number `thread`. Products are told of plain copies when these
-  /// have arrived and are fenced: kLag steps later than they are asked for.
+  /// The rows' producer; `thread` of kRowThreads. Consumers are told of plain copies once these have arrived
+  /// and are fenced, kLag steps after the request.
   __device__ void copy_rows(int thread) const {
     const auto& p = params.product;
     const int part = thread % kParts;
     const int row = thread / kParts;
-    // Of the thread's even and odd rows, which lie an odd multiple of four rows apart.
+    // Shared-memory offsets of the thread's even and odd rows, which are an odd multiple of four rows apart.
     static_assert(kCopyRows % kSwizzleRows == kSwizzleRows / 2);
     const unsigned even = kWeightBytes + swizzled(static_cast<unsigned>(row), static_cast<unsigned>(part));
     const unsigned odd = even ^ kSwizzleRows / 2 * 16;
     Walk walk(params);
     Place place(shared.ring);
     Place arriving(shared.ring);
-    int untold = 0;  // steps
+    int untold = 0;  // steps requested but not announced
     const auto tell = [&] {
       fence_before_copy();
       barrier_arrive(arriving.full());
@@ -166,7 +166,7 @@ struct WarpGroupExperts {
     };
     Tile tile;
     while (walk.next(tile)) {
-      unsigned from[kRowCopies];  // of its rows, in parts: see kMaxWarpGroupElements
+      unsigned from[kRowCopies];  // offsets of its rows in parts: see kMaxWarpGroupElements
 #pragma unroll
       for (int i = 0; i < kRowCopies; ++i) {
         const int pair = min(row + i * kCopyRows, tile.count - 1);
@@ -196,11 +196,11 @@ struct WarpGroupExperts {
     while (untold > 0) tell();
   }
 
-  /// Of a thread: element 4 * j + 2 * h + i is of row lane / 4 + 8 * h of its warp's 16 of a row tile, pair 8
-  /// * j + lane % 4 * 2 + i.
+  /// A thread's sums. Element 4 * j + 2 * h + i is row lane / 4 + 8 * h of its warp's 16 rows of a row tile,
+  /// pair 8 * j + lane % 4 * 2 + i.
   using Sums = float[kRowTiles][kWarpGroupPairs / 2];
 
-  /// The tile's sums over all columns, of the first `kColumns` pairs.
+  /// Computes the tile's sums over all columns, for the first `kColumns` pairs.
   template <int kColumns>
   __device__ __forceinline__ void multiply(int group, Place& place, Sums& sums) const {
     const auto release = [&](const Place& done) { barrier_arrive_if(lane() == 0, done.empty()); };
@@ -236,7 +236,7 @@ struct WarpGroupExperts {
 
   static constexpr int kPairsPerLane = kWarpGroupPairs / kWarp;
 
-  /// Stores the tile's sums; lane l has pairs l, l + 32, ... of the item.
+  /// Stores the tile's sums; lane l holds pairs l, l + 32, ... of the item.
   __device__ __forceinline__ void store(int group, int warp, const Tile& tile,
                                         const int (&pairs)[kPairsPerLane], const Sums& sums) const {
     const auto& p = params.product;
@@ -265,14 +265,14 @@ struct WarpGroupExperts {
     }
   }
 
-  /// By the warp groups that multiply.
+  /// The consumers; called by their warp groups.
   __device__ void multiply_tiles(int group) const {
     const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarp) % 4;
     Walk walk(params);
     Place place(shared.ring);
     Tile tile;
     while (walk.next(tile)) {
-      int pairs[kPairsPerLane];  // on their way while the products run
+      int pairs[kPairsPerLane];  // loaded while the products run
 #pragma unroll
       for (int i = 0; i < kPairsPerLane; ++i)
         pairs[i] = params.product.pairs[tile.begin + min(i * kWarp + lane(), tile.count - 1)];
@@ -293,7 +293,7 @@ struct WarpGroupExperts {
   }
 };
 
-/// Grid: a block an SM. Columns and width are multiples of 8, rows aligned to 16 bytes.
+/// Grid: one block per SM. Columns and width are multiples of 8; rows are aligned to 16 bytes.
 template <class T, bool kIsGateUp>
 __global__ void __launch_bounds__(WarpGroupExperts<T, kIsGateUp>::kThreads, 1)
     warp_group_experts_kernel(const __grid_constant__ WarpGroupParams<T, kIsGateUp> params) {

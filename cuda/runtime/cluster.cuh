@@ -8,7 +8,7 @@
 
 namespace helix::cuda {
 
-/// Sum of x over the cluster, for all threads; every block of it calls.
+/// Sum of x over the cluster, for all threads. All blocks of the cluster must call it.
 __device__ __forceinline__ float cluster_sum(float x, int parts) {
   __shared__ float warps[kWarp];
   const unsigned lane = threadIdx.x % kWarp;
@@ -35,7 +35,7 @@ __device__ __forceinline__ float cluster_sum(float x, int parts) {
   return x;
 }
 
-/// After cluster_sum(), before the block ends or sums again: nobody may while others read.
+/// Call after cluster_sum(), before the block ends or sums again: others may still read its sum.
 __device__ __forceinline__ void leave_cluster_sum([[maybe_unused]] int parts) {
 #if __CUDA_ARCH__ >= 900
   if (parts > 1) asm volatile("barrier.cluster.wait;" ::: "memory");

@@ -13,7 +13,7 @@
 
 namespace helix::cuda {
 
-/// Device conversions of the storage types; the same values as their constexpr ones on the host.
+/// Device conversions of the storage types. They give the same values as the constexpr ones on the host.
 __device__ __forceinline__ float to_float(float x) {
   return x;
 }
@@ -40,14 +40,14 @@ __device__ __forceinline__ T from_float(float x) {
   }
 }
 
-/// Element `i` of f32, f16 or bf16 at `data`.
+/// Reads element `i` of f32, f16 or bf16 `data`.
 __device__ __forceinline__ float load_element(const void* data, DType dtype, std::int64_t i) {
   if (dtype == DType::f32) return static_cast<const float*>(data)[i];
   if (dtype == DType::bf16) return to_float(static_cast<const bf16*>(data)[i]);
   return to_float(static_cast<const f16*>(data)[i]);
 }
 
-/// Makes `x` element `i` of f32, f16, bf16 or e4m3 at `data`.
+/// Stores `x` as element `i` of f32, f16, bf16 or e4m3 `data`.
 __device__ __forceinline__ void store_element(void* data, DType dtype, std::int64_t i, float x) {
   if (dtype == DType::f32) {
     static_cast<float*>(data)[i] = x;

@@ -11,20 +11,20 @@ namespace {
 struct Sections {
   std::mutex mutex;
   std::condition_variable changed;
-  int to_queue = 0;  // want to be inside
-  int queueing = 0;  // are inside
-  int waiting = 0;   // are inside
+  int to_queue = 0;  // threads waiting to enter
+  int queueing = 0;  // threads inside
+  int waiting = 0;   // threads inside
   std::uint64_t waits_asked = 0;
   std::uint64_t waits_begun = 0;
 };
 
-/// Never destroyed: what is freed at the end of the process passes here too.
+/// Never destroyed: memory freed at the end of the process uses it too.
 Sections& sections() {
   static auto* const all = new Sections;
   return *all;
 }
 
-/// Sections that this thread is in.
+/// How many sections this thread is in.
 thread_local int depth = 0;
 
 }  // namespace

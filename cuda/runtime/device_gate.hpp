@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeviceGate: keeps calls that wait for a whole device apart from kernels of which some are yet to be queued.
+// DeviceGate: keeps calls that wait for a whole device out of the time in which only some ranks' kernels are
+// queued.
 #pragma once
 
 namespace helix::cuda {
 
-/// Where ranks that are threads share a GPU, one's kernel may wait for another's that is not queued yet. A
-/// call that waits for all kernels of the device, as cudaFree does, then waits for it too, and keeps the
-/// other from being queued: neither would end. So these two sections of the process exclude each other; those
-/// of one kind go side by side. A thread that is inside of one enters the other freely.
+/// When ranks that are threads share a GPU, a rank's kernel may wait for another's that is not queued yet. A
+/// call that waits for the whole device, such as cudaFree, then waits for that kernel and keeps the other
+/// from being queued: a deadlock. So the two kinds of sections below exclude each other within the process.
+/// Sections of one kind may overlap, and a thread inside either kind may enter the other.
 ///
-/// Whoever queues goes first: others may wait for its kernel. But before a call that its group has yet to
-/// begin it lets those pass that wait for a device by then.
+/// Queueing has priority, because others may wait for its kernel. But before a group begins a call,
+/// let_waits_begin() lets the calls that already wait for a device go first.
 class DeviceGate {
  public:
-  /// Returns when as many waits for a device have begun as were asked for when it was called.
+  /// Returns once as many Waiting sections have begun as had been requested when it was called.
   static void let_waits_begin();
 
-  /// Around the time in which some ranks' kernels of a call are queued and others' are not.
+  /// Held while some ranks' kernels of a call are queued and others' are not.
   class Queueing {
    public:
     Queueing();
@@ -25,7 +26,7 @@ class DeviceGate {
     Queueing& operator=(const Queueing&) = delete;
   };
 
-  /// Around a call that allocates, frees or maps memory of a device, or pinned memory.
+  /// Held around a call that allocates, frees or maps device memory or pinned memory.
   class Waiting {
    public:
     Waiting();

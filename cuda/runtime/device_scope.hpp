@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeviceScope: which device the calling thread's CUDA calls are for.
+// DeviceScope: sets the device of the calling thread's CUDA calls.
 #pragma once
 
 namespace helix::cuda {
 
-/// Makes `device` the calling thread's until the end of the scope.
+/// Makes `device` current for the calling thread until the end of the scope.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);

@@ -6,8 +6,8 @@
 
 namespace helix::cuda {
 
-/// Divides by a number that the host knows: a multiplication and a shift where a division takes a hundred
-/// cycles. Otherwise it is that number.
+/// A divisor known to the host. Division takes a multiplication and a shift, instead of about a hundred
+/// cycles.
 class Divisor {
  public:
   /// `by` in [1, 2^30].

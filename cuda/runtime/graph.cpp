@@ -10,7 +10,7 @@
 namespace helix::cuda {
 namespace {
 
-/// The stream's device; the calling thread's where the driver is too old to say.
+/// The stream's device, or the calling thread's if the driver is too old to tell.
 int device_of(const Stream& stream) {
   int device = 0;
   cudaError_t status = cudaStreamGetDevice(stream.handle(), &device);
@@ -30,7 +30,7 @@ void Graph::Destroy::operator()(CUgraphExec_st* exec) const noexcept {
 }
 
 void Graph::begin(Stream stream) {
-  // Relaxed: other threads of the process, other ranks among them, may allocate meanwhile.
+  // Relaxed mode: other threads of the process, such as other ranks, may allocate meanwhile.
   HELIX_CUDA_CHECK(cudaStreamBeginCapture(stream.handle(), cudaStreamCaptureModeRelaxed));
 }
 

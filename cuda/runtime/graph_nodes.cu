@@ -13,7 +13,8 @@ namespace {
 constexpr unsigned kThreads = 256;
 constexpr std::size_t kMaxBlocks = 256;
 
-/// What a memset does: `height` rows, `pitch` bytes apart, of `width` elements of `element_bytes` bytes.
+/// Does the work of a memset: `height` rows, `pitch` bytes apart, of `width` elements of `element_bytes`
+/// bytes.
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(std::byte* to, std::size_t pitch, unsigned value, unsigned element_bytes, std::size_t width,
                 std::size_t height) {
@@ -30,10 +31,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// CUDA 13 put the data of edges into the functions that 12 has without.
+// CUDA 13 added edge data to the parameters of functions that CUDA 12 has without it.
 using Nodes = std::vector<cudaGraphNode_t>;
 
-/// What `list`, cudaGraphNodeGetDependencies or cudaGraphNodeGetDependentNodes, names for `node`.
+/// The nodes that `list` (cudaGraphNodeGetDependencies or cudaGraphNodeGetDependentNodes) returns for `node`.
 template <class List>
 Nodes neighbours(const List& list, cudaGraphNode_t node) {
   const auto call = [&](cudaGraphNode_t* nodes, std::size_t& count) {

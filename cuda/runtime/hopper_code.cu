@@ -11,7 +11,7 @@
 namespace helix::cuda {
 namespace {
 
-/// Built for what all kernels are built for.
+/// Built for the same architectures as all kernels.
 __global__ void any_kernel() {}
 
 }  // namespace

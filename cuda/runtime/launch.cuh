@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grids, and launches with checks.
+// Grid sizes, and checked launches.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,8 @@
 
 namespace helix::cuda {
 
-/// Blocks of a grid for `count` items, `each` a block. @throws Error(unsupported) if they are 2^31 or more.
+/// Blocks of a grid for `count` items, with `each` items per block. @throws Error(unsupported) if they are
+/// 2^31 or more.
 inline unsigned grid_blocks(std::int64_t count, std::int64_t each) {
   const std::int64_t blocks = ceil_div(count, each);
   HELIX_EXPECTS(blocks <= std::numeric_limits<std::int32_t>::max(), ErrorCode::unsupported, "a kernel of ",
@@ -27,35 +28,35 @@ inline unsigned grid_blocks(std::int64_t count, std::int64_t each) {
   return static_cast<unsigned>(blocks);
 }
 
-inline constexpr std::int64_t kMaxGridRows = 65535;  ///< Blocks of a grid along y and z.
+inline constexpr std::int64_t kMaxGridRows = 65535;  ///< Most blocks of a grid along y or z.
 
-/// Blocks in y for `rows` rows, at most what a grid takes: kernels step by gridDim.y.
+/// Blocks along y for `rows` rows, limited to what a grid allows: kernels loop in steps of gridDim.y.
 inline unsigned row_blocks(std::int64_t rows) {
   return static_cast<unsigned>(std::min(rows, kMaxGridRows));
 }
 
-/// Blocks along y for `heads` heads, `each` a block. @throws Error(unsupported) if a grid takes fewer.
+/// Blocks along y for `heads` heads, `each` per block. @throws Error(unsupported) if a grid allows fewer.
 inline unsigned head_blocks(std::string_view operation, std::int64_t heads, std::int64_t each) {
   HELIX_EXPECTS(ceil_div(heads, each) <= kMaxGridRows, ErrorCode::unsupported, operation, ": there are ",
                 heads, " heads on a rank; on a GPU at most ", kMaxGridRows * each, " are supported");
   return grid_blocks(heads, each);
 }
 
-/// Waits until all that the stream holds before this kernel has run, in a kernel of launch_early().
+/// In a kernel of launch_early(): waits until all earlier work of the stream has completed.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Lets the kernel after this one start, where it is one of launch_early(), as SMs become free.
+/// Lets the next kernel start as SMs become free, if launch_early() launched it.
 __device__ __forceinline__ void start_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/// For a kernel of launch_early() that can do nothing ahead: the next may start, and this one waits.
+/// For a kernel of launch_early() that has nothing to do ahead: lets the next kernel start, then waits.
 __device__ __forceinline__ void follow_previous() {
   start_next();
   wait_for_previous();
@@ -64,13 +65,13 @@ __device__ __forceinline__ void follow_previous() {
 /// Attributes of a launch.
 class LaunchAttributes {
  public:
-  /// The kernel may start while the one before it ends; see launch_early().
+  /// The kernel may start before the previous one has ended; see launch_early().
   LaunchAttributes& early() {
     cudaLaunchAttribute& attribute = add(cudaLaunchAttributeProgrammaticStreamSerialization);
     attribute.val.programmaticStreamSerializationAllowed = 1;
     return *this;
   }
-  /// Clusters of that many blocks, where they are more than one.
+  /// Launches clusters of `blocks` blocks if that is more than one.
   LaunchAttributes& clusters(int blocks) {
     if (blocks > 1)
       add(cudaLaunchAttributeClusterDimension).val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
@@ -105,10 +106,10 @@ void launch_with(LaunchAttributes attributes, void (*kernel)(Params...), dim3 gr
   HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
 }
 
-/// Launches a kernel whose blocks may start while the kernel before it ends: all of them must call
-/// wait_for_previous(). Before that they may read what a kernel further ahead has written, if the one before
-/// has waited for that one's end when it lets this one start; and write nothing that is read by kernels.
-/// `is_hopper` false: an ordinary launch.
+/// Launches a kernel whose blocks may start before the previous kernel has ended. All must call
+/// wait_for_previous(). Before that they must not write what kernels read, and may read what a kernel further
+/// back wrote if the previous kernel calls wait_for_previous() before start_next(). `is_hopper` false: an
+/// ordinary launch.
 template <class... Params>
 void launch_early(void (*kernel)(Params...), dim3 grid, int threads, std::size_t shared_bytes,
                   StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {
@@ -116,7 +117,7 @@ void launch_early(void (*kernel)(Params...), dim3 grid, int threads, std::size_t
               shared_bytes, stream, params...);
 }
 
-/// Checks the launch that stands before it.
+/// Checks the preceding launch.
 #define HELIX_CHECK_LAUNCH() HELIX_CUDA_CHECK(cudaGetLastError())
 
 }  // namespace helix::cuda

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions of f32 that are fast, or that CUDA has no name for.
+// Fast f32 functions, and those that CUDA has no name for.
 #pragma once
 
 namespace helix::cuda {
 
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-/// 2^x by the special function unit: 2 ulp, results below 2^-126 are zero.
+/// 2^x in the special function unit: error 2 ulp; results below 2^-126 are zero.
 __device__ __forceinline__ float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/// total += weight * x, of four.
+/// total += weight * x, for four elements.
 __device__ __forceinline__ void add_weighted(float4& total, float weight, const float4& x) {
   total.x = fmaf(x.x, weight, total.x);
   total.y = fmaf(x.y, weight, total.y);
@@ -26,8 +26,8 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
   return gate / (1.0f + expf(-gate)) * up;
 }
 
-/// tanh to 2^-22 of 1 and, where it is below 1/8, of itself, as soft caps of any size multiply it; tanhf
-/// takes more than twice the instructions.
+/// tanh with an absolute error of 2^-22, below 1/8 a relative one, as soft caps of any size multiply it.
+/// tanhf takes more than twice the instructions.
 __device__ __forceinline__ float fast_tanh(float x) {
   const float square = x * x;
   const float small = fmaf(x * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), x);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators: construction, memory, streams and events. The operations are in the folders beside this
-// one.
+// cuda::Operators: construction, memory, streams and events. The operations are in the sibling folders.
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -93,7 +92,7 @@ void Operators<T>::wait(Stream stream, const Event& event) const {
 
 namespace {
 
-/// Throws what a kernel has found wrong.
+/// Throws the failure that a kernel recorded, if any.
 void throw_if_failed(const FailureRecord& failure) {
   if (std::atomic_ref<const std::uint32_t>(failure.is_complete).load(std::memory_order_acquire) == 0) return;
   const auto count = [](std::uint64_t epoch) { return epoch & 0xffffffffu; };
@@ -124,7 +123,7 @@ const Event& Operators<T>::downloaded() const {
 template <class T>
 void Operators<T>::upload(void* target, const void* source, std::size_t bytes, Stream stream) const {
   if (bytes == 0) return;
-  // From pageable memory the runtime copies into its own staging first: the source is free on return.
+  // From pageable memory the runtime copies through its own staging: the source is free on return.
   HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream.handle()));
 }
 
@@ -169,7 +168,7 @@ void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) con
   HELIX_CUDA_CHECK(cudaMemsetAsync(target, 0, bytes, stream.handle()));
 }
 
-// The kernels instantiate their own members.
+// Each kernel's file instantiates its own members.
 #define HELIX_INSTANTIATE(T)                                                           \
   template Operators<T>::Operators(int, Allocator);                                    \
   template int Operators<T>::device() const;                                           \

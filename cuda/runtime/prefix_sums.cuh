@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of what comes before, by one warp, and the search in them.
+// Prefix sums by one warp, and binary search in them.
 #pragma once
 
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 
-/// Sum of x over the lanes before this one.
+/// Sum of x over the lower lanes.
 __device__ inline int sum_before(int x) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   int sum = x;
@@ -18,7 +18,7 @@ __device__ inline int sum_before(int x) {
   return sum - x;
 }
 
-/// Exclusive sums in place over x[0, n], x[n] the total, by the first warp.
+/// Replaces x[0, n) by its exclusive sums and x[n] by the total. Called by the first warp.
 template <class Count>
 __device__ inline void exclusive_sum(Count* x, int n) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -34,7 +34,7 @@ __device__ inline void exclusive_sum(Count* x, int n) {
   __syncwarp();
 }
 
-/// Largest i with x[i] <= value, in x[0, n].
+/// Largest i with x[i] <= value, among x[0, n].
 template <class Count>
 __device__ inline int find_last(const Count* x, int n, int value) {
   int low = 0;

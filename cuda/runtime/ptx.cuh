@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Instructions that CUDA C++ has no name for: bulk copies into shared memory and the barriers that count them
-// (compute capability 9.0; nothing below), what is shared with other GPUs while a kernel runs, 16-bit matrix
-// products, and e4m3 made f16.
+// Instructions that CUDA C++ has no name for: bulk copies into shared memory and their mbarriers (compute
+// capability 9.0; no code below it), memory accesses shared with other GPUs while a kernel runs, 16-bit
+// matrix products, and conversion of e4m3 to f16.
 #pragma once
 
 #include <cstddef>
@@ -15,15 +15,15 @@
 
 namespace helix::cuda {
 
-/// The L2 cache's policy for what is read once: it leaves first.
+/// The L2 cache policy for data that is read once: evict first.
 __device__ __forceinline__ std::uint64_t evict_first() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-/// A bulk copy of `bytes` (a multiple of 16) into shared memory, counted by `barrier`. What it reads is read
-/// once: it leaves the L2 cache first, and code, queries and page tables stay.
+/// A bulk copy of `bytes` (a multiple of 16) into shared memory, counted by `barrier`. Its data is read once
+/// and leaves L2 first, so code, queries and page tables stay.
 __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -34,15 +34,15 @@ __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigne
 #endif
 }
 
-/// 16 bytes into shared memory, past L1 and leaving the L2 cache first, too. barrier_arrive_after_copies()
-/// says when they are there.
+/// Copies 16 bytes into shared memory, bypassing L1 and evicting first from L2. barrier_arrive_after_copies()
+/// signals completion.
 __device__ __forceinline__ void copy_chunk(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "l"(evict_first())
                : "memory");
 }
 
-/// Asks the L2 cache for the line at `from`.
+/// Prefetches the line at `from` into L2.
 __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
                : "memory");
 }
 
-/// 16 bytes to memory that another GPU reads meanwhile, and from memory that it writes.
+/// 16-byte store to memory that another GPU reads meanwhile, and 16-byte load from memory that it writes.
 __device__ __forceinline__ void store_volatile(void* to, uint4 x) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z),
                "r"(x.w)
@@ -72,7 +72,7 @@ __device__ __forceinline__ uint4 load_volatile(const void* from) {
   return x;
 }
 
-/// A barrier whose phase ends after `arrivals` arrivals and the bytes that they expect.
+/// Initialises a barrier whose phase ends after `arrivals` arrivals and all bytes that these expect.
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -86,7 +86,7 @@ __device__ __forceinline__ void fence_barrier_init() {
 #endif
 }
 
-/// This thread's arrival, when all of its copy_chunk() before have landed.
+/// Arrives once all earlier copy_chunk() of this thread have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -100,8 +100,8 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes)
 #endif
 }
 
-/// Waits for copies and arrivals of this block. Unbounded: copies come or the kernel faults, arrivals its own
-/// code owes.
+/// Waits for copies and arrivals of this block. Unbounded: copies complete or the kernel faults, and the
+/// kernel's own code makes the arrivals.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -116,7 +116,7 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 #endif
 }
 
-/// This thread's arrival where `condition` holds, without a branch.
+/// Arrives if `condition` holds, without a branch.
 __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -130,8 +130,8 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
 #endif
 }
 
-/// Four 8 x 8 matrices of 16-bit elements into shared memory: lane l says where row l % 8 of matrix l / 8
-/// goes.
+/// Stores four 8 x 8 matrices of 16-bit elements to shared memory: lane l gives the address of row l % 8 of
+/// matrix l / 8.
 __device__ __forceinline__ void store_matrices(unsigned to, unsigned x0, unsigned x1, unsigned x2,
                                                unsigned x3) {
 #if __CUDA_ARCH__ >= 900
@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_matrices(unsigned to, unsigned x0, unsigne
 #endif
 }
 
-/// The same the other way.
+/// The matching load of four matrices.
 __device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -149,7 +149,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned from) {
                : "memory");
 }
 
-/// As load_matrices(), each matrix transposed.
+/// As load_matrices(), with each matrix transposed.
 __device__ __forceinline__ void load_transposed_matrices(unsigned (&x)[4], unsigned from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -157,8 +157,8 @@ __device__ __forceinline__ void load_transposed_matrices(unsigned (&x)[4], unsig
                : "memory");
 }
 
-/// Orders this thread's plain writes to shared memory before later bulk copies over them and warp-group
-/// products of them.
+/// Orders this thread's plain writes to shared memory before later bulk copies over them, and before
+/// warp-group products that read them.
 __device__ __forceinline__ void fence_before_copy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -183,8 +183,8 @@ __device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1
   }
 }
 
-/// Four e4m3 as two pairs of f16, exactly. Below compute capability 8.9 by moving bits, which makes 480 of
-/// what is not a number.
+/// Converts four e4m3 to two pairs of f16, exactly. Below compute capability 8.9 it moves bits, which turns
+/// NaN into 480.
 __device__ __forceinline__ void widen(unsigned four, unsigned& low, unsigned& high) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n"
@@ -196,7 +196,7 @@ __device__ __forceinline__ void widen(unsigned four, unsigned& low, unsigned& hi
       : "=r"(low), "=r"(high)
       : "r"(four));
 #else
-  // The exponent of f16 has one bit more, and a bias of 15 where that of e4m3 is 7.
+  // The exponent of f16 has one bit more than that of e4m3, and a bias of 15 instead of 7.
   const auto moved = [](unsigned pair) {
     const unsigned bits = (pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1;
     const __half2 x = __hmul2(reinterpret_cast<const __half2&>(bits), __half2half2(__ushort_as_half(0x5c00)));
@@ -207,7 +207,7 @@ __device__ __forceinline__ void widen(unsigned four, unsigned& low, unsigned& hi
 #endif
 }
 
-/// Two f32 as a pair of T, `low` in the lower half.
+/// Packs two f32 as a pair of T, `low` in the lower half.
 template <class T>
 __device__ __forceinline__ unsigned pack(float low, float high) {
   if constexpr (std::is_same_v<T, bf16>) {

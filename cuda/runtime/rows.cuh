@@ -16,13 +16,13 @@ namespace helix::cuda {
 template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
-/// `kCount` (a power of two) elements that move in one access, or in several of 16 bytes.
+/// `kCount` (a power of two) elements that move in one access, or in several accesses of 16 bytes.
 template <class T, int kCount>
 struct alignas(std::min<std::size_t>(16, sizeof(T) * kCount)) Vector {
   T elements[kCount];
 };
 
-/// `from` is aligned to a Vector<T, kCount>.
+/// Loads a vector; `from` is aligned to a Vector<T, kCount>.
 template <int kCount, class T>
 __device__ __forceinline__ void load_vector(const T* from, float (&to)[kCount]) {
   const Vector<T, kCount> raw = *reinterpret_cast<const Vector<T, kCount>*>(from);
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_vector(const T* from, float (&to)[kCount]) 
   for (int i = 0; i < kCount; ++i) to[i] = to_float(raw.elements[i]);
 }
 
-/// `to` is aligned to a Vector<T, kCount>.
+/// Stores a vector; `to` is aligned to a Vector<T, kCount>.
 template <int kCount, class T>
 __device__ __forceinline__ void store_vector(T* to, const float (&from)[kCount]) {
   Vector<T, kCount> raw;
@@ -39,7 +39,8 @@ __device__ __forceinline__ void store_vector(T* to, const float (&from)[kCount])
   *reinterpret_cast<Vector<T, kCount>*>(to) = raw;
 }
 
-/// The largest power of two up to 16 that divides every address and byte step. Null and 0 divide by all.
+/// The largest power of two up to 16 that divides every address and byte step. Null and 0 are divisible by
+/// all.
 inline std::size_t common_alignment(std::initializer_list<std::uintptr_t> addresses_and_steps) {
   std::uintptr_t bits = 16;
   for (const std::uintptr_t value : addresses_and_steps) bits |= value;
@@ -50,24 +51,24 @@ inline std::uintptr_t address_of(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer);
 }
 
-/// Whether vectors of 16 bytes begin there.
+/// Whether `data` is aligned for vectors of 16 bytes.
 inline bool is_aligned_16(const void* data) {
   return common_alignment({address_of(data)}) == 16;
 }
 
-/// `count` elements of T, for common_alignment().
+/// The byte step of `count` elements of T, for common_alignment().
 template <class T>
 std::uintptr_t step_of(std::int64_t count) {
   return static_cast<std::uintptr_t>(count) * sizeof(T);
 }
 
-/// Whether the copy engine can walk `extent` things that are `bytes` apart: less than 2^40, and not going
-/// back.
+/// Whether the copy engine can step through `extent` items that are `bytes` apart: less than 2^40 and not
+/// negative.
 inline bool is_map_stride(std::int64_t extent, std::int64_t bytes) {
   return extent <= 1 || (bytes >= 0 && bytes < std::int64_t{1} << 40);
 }
 
-/// Calls use(std::integral_constant<int, elements an access>): kVector<T> if `is_aligned`, else 1.
+/// Calls use(std::integral_constant<int, elements per access>): kVector<T> if `is_aligned`, else 1.
 template <class T, class Use>
 void with_vector(bool is_aligned, const Use& use) {
   if (is_aligned) {

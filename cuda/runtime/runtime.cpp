@@ -33,7 +33,7 @@ std::string describe(cudaError_t status) {
   return std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status);
 }
 
-/// Null where the device has no more.
+/// Returns null if the device has no more memory.
 void* allocate_of_cuda(std::size_t bytes) {
   void* data = nullptr;
   const cudaError_t status = cudaMalloc(&data, bytes);
@@ -58,7 +58,7 @@ void* allocate_of_cuda(std::size_t bytes) {
 void throw_on_error(int status, const char* call, const char* file, int line) {
   const auto error = static_cast<cudaError_t>(status);
   if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // clears it, unless the context itself is lost
+  (void)cudaGetLastError();  // clears the error, unless the context itself is lost
   int device = -1;
   (void)cudaGetDevice(&device);
   const std::string_view path(file);
@@ -68,7 +68,7 @@ void throw_on_error(int status, const char* call, const char* file, int line) {
 }
 
 int device_count() {
-  int count = 0;  // left untouched without a driver
+  int count = 0;  // stays 0 without a driver
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
     (void)cudaGetLastError();
     return 0;
@@ -155,8 +155,7 @@ Buffer::Buffer(std::size_t bytes, std::shared_ptr<const Allocator> allocator) {
       static_cast<std::byte*>(data),
       Release{.bytes = bytes, .is_borrowed = false, .device = device, .allocator = std::move(allocator)});
   HELIX_CUDA_CHECK(cudaMemset(data, 0, bytes));
-  HELIX_CUDA_CHECK(
-      cudaStreamSynchronize(nullptr));  // streams that do not wait for the default one may use it
+  HELIX_CUDA_CHECK(cudaStreamSynchronize(nullptr));  // for streams that do not wait for the default stream
 }
 
 Buffer Buffer::borrow(void* data, std::size_t bytes) {

@@ -4,13 +4,13 @@
 
 namespace helix::cuda {
 
-/// Shared memory that kernels may ask for.
+/// The shared memory available to kernels.
 struct SharedMemory {
-  int block_bytes = 0;  ///< One block, at most.
-  int sm_bytes = 0;     ///< All blocks of an SM.
+  int block_bytes = 0;  ///< Most bytes of one block.
+  int sm_bytes = 0;     ///< Bytes of all blocks of an SM.
 };
 
-/// The least that any supported device has: compute capabilities 8.6, 8.9 and 12.0.
+/// The least of all supported devices: compute capabilities 8.6, 8.9 and 12.0.
 inline constexpr SharedMemory kMinSharedMemory{99 * 1024, 100 * 1024};
 
 }  // namespace helix::cuda

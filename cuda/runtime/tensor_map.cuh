@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor maps: how the copy engine of compute capability 9.0 cuts boxes out of strided tensors.
 //
-// A box lands in shared memory as chunks of 64 columns that matrix instructions read (wgmma.cuh). The map is
-// made on the host, in less than a microsecond, and goes to the kernel as a __grid_constant__ parameter.
+// A box lands in shared memory as chunks of 64 columns, which matrix instructions read (wgmma.cuh). The host
+// makes a map in less than a microsecond; the kernel gets it as a __grid_constant__ parameter.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace helix::cuda {
 
-/// The driver's encoder of tensor maps. The library links no driver: it is asked for once.
+/// The driver's encoder of tensor maps. The library does not link the driver; it looks the function up once.
 inline auto tensor_map_encoder() {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
@@ -33,15 +33,15 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-/// The type of elements of a tensor map, of 16 bits or e4m3.
+/// The tensor map type of 16-bit or e4m3 elements.
 inline CUtensorMapDataType map_type(DType dtype) {
   if (dtype == DType::bf16) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
-/// A map of elements whose last dimension is contiguous, in the order of the copy engine: `sizes` from
-/// the columns outward, and the strides, in bytes, of all but the columns. Boxes that are swizzled have rows
-/// of 128 bytes; what lies past the sizes arrives as zeros. Rows are aligned to 16 bytes.
+/// A map of elements whose last dimension is contiguous, in the copy engine's order: `sizes` from the columns
+/// outward, then the byte strides of all dimensions but the columns. Swizzled boxes have rows of 128 bytes.
+/// Elements beyond the sizes arrive as zeros. Rows are aligned to 16 bytes.
 template <int kRank>
 CUtensorMap rows_map(void* first, DType dtype, const std::int64_t (&sizes)[kRank],
                      const std::int64_t (&strides)[kRank - 1], const int (&box)[kRank],
@@ -55,7 +55,7 @@ CUtensorMap rows_map(void* first, DType dtype, const std::int64_t (&sizes)[kRank
     all_sizes[i] = static_cast<cuuint64_t>(sizes[i]);
     all_box[i] = static_cast<cuuint32_t>(box[i]);
     steps[i] = 1;
-    // The stride of a dimension of one is never used, and may be anything in the view.
+    // The stride of a dimension of size one is never used, and may be anything in the view.
     if (i > 0) all_strides[i - 1] = static_cast<cuuint64_t>(sizes[i] > 1 ? strides[i - 1] : 16);
   }
   CUtensorMap map;
@@ -83,8 +83,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 }
 
 /// Copies the box at these coordinates, in the map's order, to `to`, a multiple of 128 bytes; `barrier`
-/// counts its bytes. Swizzles go by the bits of addresses in shared memory: rows of 128 bytes are in place
-/// where the tile that they are part of begins at a multiple of 1024.
+/// counts its bytes. Swizzles depend on address bits in shared memory, so a tile of 128-byte rows must begin
+/// at a multiple of 1024.
 __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, int at0, int at1, int at2,
                                          int at3, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -96,7 +96,7 @@ __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, in
 #endif
 }
 
-/// The same where it is read once: it leaves the L2 cache first.
+/// As copy_box(), for data that is read once: it leaves L2 first.
 __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int at0, int at1, int at2,
                                               int at3, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -109,7 +109,7 @@ __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& ma
 #endif
 }
 
-/// copy_box() of a map of five dimensions.
+/// copy_box() for a map of five dimensions.
 __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, int at0, int at1, int at2,
                                          int at3, int at4, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -122,7 +122,7 @@ __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, in
 #endif
 }
 
-/// The same where it is read once.
+/// copy_box_once() for a map of five dimensions.
 __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int at0, int at1, int at2,
                                               int at3, int at4, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -135,7 +135,7 @@ __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& ma
 #endif
 }
 
-/// Copies one box of a map of three dimensions, likewise.
+/// copy_box() for a map of three dimensions.
 __device__ __forceinline__ void copy_query_box(unsigned to, const CUtensorMap& map, int column, int head,
                                                int token, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900

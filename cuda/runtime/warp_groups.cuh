@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// How warp groups of one block meet that do different things (compute capability 9.0): barriers of some of
-// its threads, and rings of stages in shared memory that one side fills and the other empties.
+// How warp groups with different roles in one block synchronise (compute capability 9.0): named barriers for
+// some of the block's threads, and ring buffers in shared memory between producers and consumers.
 #pragma once
 
 #include "cuda/runtime/ptx.cuh"
 
 namespace helix::cuda {
 
-/// Waits until `threads` threads of the block have come to barrier `id`, by this or by group_arrive(). Whole
-/// warps; 0 is __syncthreads().
+/// Waits until `threads` threads of the block have arrived at barrier `id`, by this call or by
+/// group_arrive(). Called by whole warps. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// Comes to barrier `id` and goes on.
+/// Arrives at barrier `id` without waiting.
 __device__ __forceinline__ void group_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// One arrival without bytes to expect.
+/// One arrival that expects no bytes.
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 
-/// Has the present phase expect `bytes` more, and an arrival no less.
+/// Makes the current phase expect `bytes` more; this is not an arrival.
 __device__ __forceinline__ void barrier_expect_more(unsigned barrier, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -33,8 +33,8 @@ __device__ __forceinline__ void barrier_expect_more(unsigned barrier, unsigned b
 #endif
 }
 
-/// `x`, which all lanes of the warp have alike, where the compiler knows it: what follows from it is computed
-/// once for the warp, and branches on it are the warp's. Of a shuffle's result it does not know.
+/// `x`, equal in all lanes of the warp, in a form that the compiler knows to be uniform: it computes what
+/// follows once per warp and branches uniformly. A shuffle's result is not known to be uniform.
 __device__ __forceinline__ unsigned warp_uniform(unsigned x) {
   return __reduce_or_sync(~0u, x);
 }
@@ -48,7 +48,7 @@ struct RingBarriers {
   unsigned long long full[kStages];
   unsigned long long empty[kStages];
 
-  /// By one thread, before the block meets.
+  /// Called by one thread, before a barrier of the block.
   __device__ void init(unsigned fills, unsigned empties) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&full[i])), fills);
@@ -57,7 +57,7 @@ struct RingBarriers {
   }
 };
 
-/// A walk around a ring, by either side. One register: how many stages lie behind.
+/// A position in a ring, for producer or consumer. Takes one register: the number of stages passed.
 template <int kStages>
 class RingPlace {
  public:
@@ -69,16 +69,16 @@ class RingPlace {
   __device__ __forceinline__ unsigned full() const { return full_ + count_ % kStages * 8u; }
   __device__ __forceinline__ unsigned empty() const { return empty_ + count_ % kStages * 8u; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity()); }
-  /// The first time round it returns at once.
+  /// Returns at once the first time round.
   __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity() ^ 1u); }
   __device__ __forceinline__ void advance() { ++count_; }
-  /// Tells the compiler that the lanes of this warp stand at one place: warp_uniform().
+  /// Tells the compiler that all lanes of this warp are at the same position; see warp_uniform().
   __device__ __forceinline__ void make_uniform() { count_ = warp_uniform(count_); }
 
  private:
   __device__ __forceinline__ unsigned parity() const { return count_ / kStages % 2; }
 
-  unsigned full_;  // the same for all threads, which costs no register
+  unsigned full_;  // equal in all threads, so it costs no register
   unsigned empty_;
   unsigned count_ = 0;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the type of a weight to code for it.
+// Dispatches on the type of a weight.
 #pragma once
 
 #include <helix/dtype.hpp>
@@ -7,8 +7,7 @@
 
 namespace helix::cuda {
 
-/// dispatch() for the type of a weight, which is_arithmetic(): there is no code for types that only a cache
-/// has.
+/// dispatch() for a weight's type, which is_arithmetic(). Types that only a cache has get no code.
 template <class Use>
 void dispatch_weight(DType dtype, const Use& use) {
   dispatch(dtype, [&]<class W>(W* type) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matrix product of a warp group (compute capability 9.0, code for sm_90a): 64 rows times N columns, 16
-// of the summed dimension an instruction, f32 sums in registers. Its operands: wgmma.cuh. PTX ISA,
+// of the summed dimension per instruction, f32 sums in registers. wgmma.cuh describes the operands. PTX ISA,
 // "Asynchronous warpgroup-level matrix instructions".
 #pragma once
 
@@ -53,7 +53,8 @@ namespace helix::cuda {
 #define HELIX_OUT_192(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32), HELIX_SUM_32(d, 64)
 #define HELIX_OUT_256(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32), HELIX_SUM_32(d, 64), HELIX_SUM_32(d, 96)
 
-/// One instruction with both operands in shared memory; a, b and adds are the operands behind the sums.
+/// One instruction with both operands in shared memory. a_at, b_at and adds_at are operand numbers after the
+/// sums.
 #define HELIX_PRODUCT_SHARED(n, type, transposed, a_at, b_at, adds_at)                            \
   asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" adds_at                                 \
                ", 0;\n"                                                                           \
@@ -61,7 +62,7 @@ namespace helix::cuda {
                ", %" a_at ", %" b_at ", adds, 1, 1, 0, " transposed ";\n}\n"                      \
                : HELIX_OUT_##n(d)                                                                 \
                : "l"(a), "l"(b), "r"(adds))
-/// One instruction with the rows in registers.
+/// One instruction with `a` in registers.
 #define HELIX_PRODUCT_REGISTERS(n, type, transposed, a0_at, a1_at, a2_at, a3_at, b_at, adds_at)         \
   asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" adds_at                                       \
                ", 0;\n"                                                                                 \
@@ -71,8 +72,8 @@ namespace helix::cuda {
                : HELIX_OUT_##n(d)                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
-/// The instruction of this type and orientation, `product` with its arguments but for these; the rest are the
-/// numbers of the operands behind the sums.
+/// Selects the instruction for this type and orientation and passes it to `product`. The remaining arguments
+/// are the numbers of the operands after the sums.
 #define HELIX_PRODUCTS(product, n, ...)                                          \
   do {                                                                           \
     if constexpr (kIsBf16 && !kTransposed) product(n, "bf16", "0", __VA_ARGS__); \
@@ -81,9 +82,9 @@ namespace helix::cuda {
     if constexpr (!kIsBf16 && kTransposed) product(n, "f16", "1", __VA_ARGS__);  \
   } while (false)
 
-/// d = a b, or d += a b where `adds`: one instruction. `a` is a rows_operand(), `b` likewise or, where
-/// kTransposed, a columns_operand(). Of this thread, d[4 * j + 2 * h + i] is row 16 * warp + lane / 4 + 8 *
-/// h, column 8 * j + lane % 4 * 2 + i.
+/// d = a b, or d += a b if `adds`: one instruction. `a` is a rows_operand(); `b` is one too, or a
+/// columns_operand() if kTransposed. A thread's d[4 * j + 2 * h + i] is row 16 * warp + lane / 4 + 8 * h,
+/// column 8 * j + lane % 4 * 2 + i.
 template <class T, int kColumns, bool kTransposed>
 __device__ __forceinline__ void product(float (&d)[kColumns / 2], std::uint64_t a, std::uint64_t b,
                                         int adds) {
@@ -101,8 +102,8 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], std::uint64_t 
 #endif
 }
 
-/// The same with `a` in registers: rows g and g + 8 (g = 16 * warp + lane / 4) of columns lane % 4 * 2 and
-/// the next, in a[0] and a[1], then of the columns 8 further in a[2] and a[3].
+/// As above, with `a` in registers. For rows g and g + 8 (g = 16 * warp + lane / 4), a[0] and a[1] hold
+/// columns lane % 4 * 2 and the next; a[2] and a[3] hold the columns 8 further.
 template <class T, int kColumns, bool kTransposed>
 __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned (&a)[4], std::uint64_t b,
                                         int adds) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aligned_part: a caller's workspace as WorkspaceArena wants it, whatever its alignment.
+// aligned_part: makes a caller's workspace of any alignment fit WorkspaceArena.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace helix::cuda {
 
-/// The bytes from the first that is aligned as the arena's pieces are; empty if there is none.
+/// The part of `workspace` from the first byte with the arena's alignment; empty if there is none.
 inline std::span<std::byte> aligned_part(std::span<std::byte> workspace) {
   void* data = workspace.data();
   std::size_t bytes = workspace.size();

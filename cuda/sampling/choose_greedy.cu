@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::Operators::choose_greedy: greedy choice over the ranks' shards of the vocabulary, in one kernel.
 //
-// The blocks of a cluster find the largest of a row's logits on this rank. What crosses to each peer is one
-// packet a row, which is its own flag ("sealed"): the largest, the sum of squares, and a word that tells
-// steps apart. All ranks take the largest of all packets.
+// The blocks of a cluster find the largest logit of a row on this rank. Each peer gets one sealed packet per
+// row: the largest, the sum of squares, and a word that identifies the step. All ranks take the largest of
+// all packets.
 #include <algorithm>
 #include <cstdint>
 #include <cub/block/block_reduce.cuh>
@@ -22,7 +22,7 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kRoundRows = 32;  // of a group: packets that a slot takes, whatever the number of ranks
+constexpr int kRoundRows = 32;  // rows per group and round; their packets fit a slot of any group size
 constexpr std::uint32_t kTag = 0x63686f73;
 constexpr std::uint32_t kHighBit = 0x80000000;
 
@@ -40,7 +40,7 @@ struct ChoiceRows {
   float* norms;  // or null
 };
 
-/// What a rank knows of a row.
+/// What a rank knows about a row.
 struct RowChoice {
   Ranked largest;
   float squares;
@@ -54,14 +54,14 @@ using Reduce = cub::BlockReduce<RowChoice, kLogitThreads>;
 
 struct SharedState {
   typename Reduce::TempStorage reduce;
-  RowChoice of_block;           // of the row at hand
+  RowChoice of_block;           // of the current row
   RowChoice found[kRoundRows];  // of the round's rows, on this rank
   std::uint32_t counts[kMaxPeers];
   unsigned long long terms;  // sum of exchange_epoch_term()
   bool has_given_up;
 };
 
-/// One group's rows: the block that leads a cluster speaks with the peers, over a channel of its own.
+/// One group's rows. The leading block of a cluster exchanges with the peers, over its own channel.
 template <bool kIsAligned, class T>
 struct ChoiceGroup {
   const PeerChannel& channel;
@@ -72,7 +72,7 @@ struct ChoiceGroup {
   __device__ ChoiceGroup(const PeerChannel& to, const ChoiceRows<T>& rows, SharedState& state)
       : channel(to), args(rows), shared(state), ends{to, RowBlocks::row()} {}
 
-  /// Of row `row` on this rank; valid in thread 0 of the block that leads.
+  /// The choice for row `row` on this rank; valid in thread 0 of the leading block.
   __device__ RowChoice find(std::int64_t row) const {
     RowChoice mine{0, 0.0f};
     for_each_logit<kIsAligned>(args.logits, row, [&](float logit, std::int32_t id) {
@@ -90,14 +90,14 @@ struct ChoiceGroup {
     return mine;
   }
 
-  /// What packets of this step carry beside the choice; never ~0.
+  /// The word that identifies the step in its packets; never ~0.
   __device__ std::uint32_t step_word() const {
     return (static_cast<std::uint32_t>(exchange_epoch(0, shared.terms) >> 32) ^ kTag ^
             static_cast<std::uint32_t>(args.num_tokens)) &
            ~kHighBit;
   }
 
-  /// All threads; what the leader's packets need.
+  /// Prepares what the leader's packets need. Called by all threads.
   __device__ void begin() const {
     const int size = channel.waits.size;
     if (size == 1) return;
@@ -112,20 +112,20 @@ struct ChoiceGroup {
     __syncthreads();
   }
 
-  /// To the peers, the round's k-th row; threads below the number of ranks.
+  /// Sends the round's k-th row to the peers. Called by at least one thread per rank.
   __device__ void send(int k) const {
     const int p = static_cast<int>(threadIdx.x);
     const PeerWaits& waits = channel.waits;
     if (p >= waits.size || p == waits.rank || shared.has_given_up) return;
     const RowChoice& own = shared.found[k];
     const std::uint32_t count = shared.counts[p] + 1;
-    // The low word is the complement of an id, whose highest bit is set: without it none is ~0.
+    // The low word is the complement of an id: its highest bit is set. Without that bit no word is ~0.
     store_sealed(ends.sealed_slot(p, count, waits.rank) + k * sizeof(uint4),
                  {key_of_ranked(own.largest), static_cast<std::uint32_t>(own.largest) & ~kHighBit,
                   __float_as_uint(own.squares), step_word()});
   }
 
-  /// The packet of peer `p` of the round's k-th row.
+  /// Receives the packet of peer `p` for the round's k-th row.
   __device__ RowChoice receive(int p, int k) const {
     const PeerWaits& waits = channel.waits;
     const std::uint32_t count = shared.counts[p] + 1;
@@ -141,7 +141,7 @@ struct ChoiceGroup {
     return {static_cast<Ranked>(packet.x) << 32 | packet.y | kHighBit, __uint_as_float(packet.z)};
   }
 
-  /// Of all ranks; valid in lane 0 of the warp. The sum of squares is taken in the same order on all of them.
+  /// The choice over all ranks; valid in lane 0 of the warp. All ranks add the squares in the same order.
   __device__ RowChoice gather(int k) const {
     const int size = channel.waits.size;
     RowChoice all{0, 0.0f};
@@ -175,7 +175,7 @@ struct ChoiceGroup {
         args.tokens[row_of(first, k)] = token_of<T>(choice.largest);
         if (args.norms != nullptr) args.norms[row_of(first, k)] = sqrtf(choice.squares);
       }
-      __threadfence_system();  // places are clear before the peers hear of the next round
+      __threadfence_system();  // places are cleared before peers hear of the next round
       __syncthreads();
       const int p = static_cast<int>(threadIdx.x);
       if (p < channel.waits.size && p != channel.waits.rank) {
@@ -187,7 +187,7 @@ struct ChoiceGroup {
   }
 };
 
-/// Reads rows * width * sizeof(T) bytes, sends 16 a row and peer. Bound by latency.
+/// Reads rows * width * sizeof(T) bytes and sends 16 bytes per row and peer. Latency-bound.
 template <bool kIsAligned, class T>
 __global__ void __launch_bounds__(kLogitThreads)
     choose_kernel(const __grid_constant__ PeerChannel channel, const __grid_constant__ ChoiceRows<T> rows) {
@@ -208,7 +208,7 @@ void Operators<T>::choose_greedy(const PeerChannel* channel, const ChooseGreedyA
   const PeerChannel alone{};
   const PeerChannel& peers = channel == nullptr ? alone : *channel;
   const bool has_peers = peers.waits.size > 1;
-  // Where ranks share a GPU no more than other kernels that wait, as clusters need room together.
+  // If ranks share a GPU, no more than other waiting kernels: clusters need room at once.
   const int most_blocks =
       peers.waits.most_blocks > 0 ? std::min(peers.channels, peers.waits.most_blocks) : state_->num_sms;
   const int most_groups = has_peers ? std::min(peers.channels, most_blocks) : most_blocks;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators: penalize and log_probs, what is done to logits before and after a draw.
+// cuda::Operators: penalize and log_probs, the operations on logits before and after a draw.
 #include <cmath>
 #include <cstdint>
 #include <cub/block/block_reduce.cuh>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kPenaltyThreads = 128;
 
-/// The logit of `id` in row `row` of logits [shards, rows, width], or null: beyond the vocabulary.
+/// The logit of `id` in row `row` of logits [shards, rows, width]; null beyond the vocabulary.
 template <class T>
 __device__ T* find_logit(const TensorView<T, 3>& logits, const std::int64_t* shard_begins, std::int64_t row,
                          std::int64_t id) {
@@ -27,7 +27,7 @@ __device__ T* find_logit(const TensorView<T, 3>& logits, const std::int64_t* sha
   return nullptr;
 }
 
-/// A thread a penalty. Every operation rounds as the CPU's does; the result rounds to T.
+/// One thread per penalty. Every operation rounds as on the CPU; the result is rounded to T.
 template <class T>
 __global__ void __launch_bounds__(kPenaltyThreads) penalize_kernel(PenalizeArgs<T> args) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kPenaltyThreads + threadIdx.x;
@@ -56,8 +56,8 @@ struct LogProbRows {
 using ReduceRanked = cub::BlockReduce<Ranked, kLogitThreads>;
 using ReduceSum = cub::BlockReduce<double, kLogitThreads>;
 
-/// One block a row, which reads it num_best + 1 times, at least twice: for its largest logit, for the sum,
-/// and once for each further of the best.
+/// One block per row, which reads it num_best + 1 times, at least twice: for its largest logit, for the sum,
+/// and once for each further best one.
 template <bool kIsAligned, class T>
 __global__ void __launch_bounds__(kLogitThreads) log_probs_kernel(LogProbRows<T> args) {
   __shared__ union {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kLogitThreads) log_probs_kernel(LogProbRows<T>
   __shared__ double log_sum;
   const int row = RowBlocks::row();
 
-  // The likeliest of those behind `below`; 0 if there is none.
+  // The likeliest token that ranks below `below`; 0 if there is none.
   const auto find_below = [&](Ranked below) {
     Ranked mine = 0;
     for_each_logit<kIsAligned>(args.row, [&](float logit, std::int32_t id) {

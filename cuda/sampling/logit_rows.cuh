@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits that are cut into shards of the vocabulary, read by the blocks of a cluster.
+// One row of logits, divided into shards of the vocabulary, as the blocks of a cluster read it.
 #pragma once
 
 #include <climits>
@@ -18,10 +18,10 @@
 
 namespace helix::cuda {
 
-constexpr int kLogitThreads = 1024;  // of a block that reads logits
-constexpr int kAtOnce = 8;           // consecutive logits that a thread loads before it looks at them
+constexpr int kLogitThreads = 1024;  // threads of a block that reads logits
+constexpr int kAtOnce = 8;           // consecutive logits that a thread loads before it uses them
 
-/// The blocks that share a row: a cluster, which reads each other's shared memory. Below compute
+/// The blocks that share a row: a cluster, whose blocks read each other's shared memory. Below compute
 /// capability 9.0 a row has one block.
 struct RowBlocks {
 #if __CUDA_ARCH__ >= 900
@@ -34,7 +34,7 @@ struct RowBlocks {
   static __device__ void sync() {
     cooperative_groups::cluster_group::sync();
   }
-  /// What `mine`, in this block's shared memory, is in that of block `rank`.
+  /// The counterpart of `mine`, in this block's shared memory, in that of block `rank`.
   template <class S>
   static __device__ const S& of(int rank, S& mine) {
     return *cooperative_groups::cluster_group::map_shared_rank(&mine, static_cast<unsigned>(rank));
@@ -59,10 +59,10 @@ struct RowBlocks {
   }
 };
 
-/// Blocks that share a row where `rows` rows are read at once by `most` blocks at most, on a GPU that
-/// `has_clusters` or not.
+/// How many blocks share a row if `rows` rows are read at once by at most `most` blocks. Without clusters,
+/// one.
 inline int blocks_a_row(std::int64_t rows, std::int64_t most, bool has_clusters) {
-  constexpr int kMax = 8;  // a cluster of any GPU that has clusters
+  constexpr int kMax = 8;  // cluster size that any GPU with clusters supports
   int blocks = 1;
   while (has_clusters && blocks < kMax && 2 * blocks * rows <= most) blocks *= 2;
   return blocks;
@@ -92,7 +92,7 @@ struct LogitRows {
                   " logits; this backend is built for up to 2^31 a row");
   }
 
-  /// Whether rows are dense and aligned to the access of kAtOnce elements.
+  /// Whether rows are dense and aligned for vectors of kAtOnce elements.
   bool is_aligned() const {
     return column_stride == 1 &&
            common_alignment({address_of(logits), step_of<T>(shard_stride), step_of<T>(row_stride)}) == 16;
@@ -100,7 +100,7 @@ struct LogitRows {
 };
 
 /// Calls visit(logit, id) for this thread's share of row `number`, in increasing id. kIsAligned: rows are
-/// dense and aligned to the access of kAtOnce elements.
+/// dense and aligned for vectors of kAtOnce elements.
 template <bool kIsAligned, class T, class Visit>
 __device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, std::int64_t number,
                                                const Visit& visit) {
@@ -130,14 +130,14 @@ __device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, std::in
   }
 }
 
-/// The same of the block's own row.
+/// As above, for the block's own row.
 template <bool kIsAligned, class T, class Visit>
 __device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, const Visit& visit) {
   for_each_logit<kIsAligned>(rows, RowBlocks::row(), visit);
 }
 
-/// An integer that orders as `logit` does: the sign bit flipped, and all bits of negative numbers; 0 for -0.
-/// Keys of 16-bit types drop the low bits, which are equal for all of them.
+/// An integer in the order of `logit`: flips the sign bit, and all bits of negative numbers; -0 counts as 0.
+/// Keys of 16-bit types drop the low bits, which are the same for all values of the type.
 template <class T>
 constexpr int kKeyShift = std::is_same_v<T, bf16>  ? 16
                           : std::is_same_v<T, f16> ? 13
@@ -156,8 +156,8 @@ __device__ __forceinline__ float logit_of(std::uint32_t key) {
   return __uint_as_float((full & 0x80000000u) != 0 ? full & 0x7fffffffu : ~(full | kDropped));
 }
 
-/// A logit and its id as one integer, larger where likelier, the smaller id on ties; NaN is above all, and 0
-/// below. What greedy choice takes the largest of.
+/// A logit and its id as one integer whose maximum is the greedy choice: larger if likelier, the lower id on
+/// ties. NaN is above all, and 0 below all.
 using Ranked = unsigned long long;
 
 template <class T>
@@ -170,7 +170,7 @@ __device__ __forceinline__ std::uint32_t key_of_ranked(Ranked ranked) {
   return static_cast<std::uint32_t>(ranked >> 32);
 }
 
-/// The id of a row's largest; -1 of a row with a NaN, with +inf or with nothing above -inf.
+/// The id of a row's largest logit; -1 if the row has a NaN or +inf, or nothing above -inf.
 template <class T>
 __device__ __forceinline__ std::int32_t token_of(Ranked largest) {
   const std::uint32_t key = key_of_ranked(largest);

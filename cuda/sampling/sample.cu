@@ -18,7 +18,7 @@ namespace helix::cuda {
 namespace {
 
 using Mass =
-    unsigned long long;  // probability in units that make a row's sum fit: sums do not depend on order
+    unsigned long long;  // integer probability, scaled so that a row's sum fits; sums do not depend on order
 
 constexpr int kThreads = kLogitThreads;
 constexpr int kBuckets = 2 * kThreads;
@@ -32,7 +32,7 @@ struct SampleRows {
   std::int32_t* tokens;
 };
 
-/// Mass by bucket as two words: shared memory adds 32 bits at a time.
+/// Mass per bucket as two words, because shared memory adds 32 bits at a time.
 struct Histogram {
   std::uint32_t low[kBuckets];
   std::uint32_t high[kBuckets];
@@ -49,7 +49,7 @@ struct Histogram {
   }
   __device__ Mass at(int bucket) const { return static_cast<Mass>(high[bucket]) << 32 | low[bucket]; }
 
-  /// What all blocks of the row have added, in each of them; ends with a barrier.
+  /// Gives each block of the row the sum over all of its blocks. Ends with a barrier.
   __device__ void combine() {
     RowBlocks::sync();
     if (RowBlocks::count() == 1) return;
@@ -71,12 +71,12 @@ struct Histogram {
   }
 };
 
-using Scan = cub::BlockScan<Mass, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;  // raking spills 700 bytes
+using Scan = cub::BlockScan<Mass, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;  // raking variants spill 700 bytes
 using Reduce = cub::BlockReduce<Mass, kThreads>;
 
 struct SharedState {
   Histogram by_value;  // the whole row, in buckets of equal width in the logit
-  Histogram by_place;  // some range of it
+  Histogram by_place;  // a part of the row
   union {
     typename Scan::TempStorage scan;
     typename Reduce::TempStorage reduce;
@@ -84,14 +84,13 @@ struct SharedState {
   Mass broadcast[2];
 };
 
-/// The first bucket with which the sum of buckets reaches `goal` (1 .. the sum of all), and the sum before
-/// it.
+/// The first bucket at which the running sum reaches `goal` (1 .. the sum of all), and the sum before it.
 struct Bucket {
   int index;
   Mass before;
 };
 
-/// All threads call it after a barrier behind the last add(); it ends with one.
+/// Called by all threads, after a barrier that follows the last add(). Ends with a barrier.
 __device__ Bucket find_bucket(SharedState& shared, const Histogram& histogram, Mass goal) {
   const int first = 2 * static_cast<int>(threadIdx.x);
   const Mass a = histogram.at(first);
@@ -109,9 +108,9 @@ __device__ Bucket find_bucket(SharedState& shared, const Histogram& histogram, M
   return found;
 }
 
-/// Narrows [low, high] to the one ordinal with which the masses in increasing ordinal reach `goal`; takes
-/// what lies before it off the goal. `for_each(add)` calls add(ordinal, mass) for this thread's share of a
-/// row.
+/// Narrows [low, high] to the one ordinal at which the running sum of masses, in increasing ordinal, reaches
+/// `goal`. Subtracts the sum before it from the goal. `for_each(add)` calls add(ordinal, mass) for this
+/// thread's share of a row.
 template <class ForEach>
 __device__ std::uint32_t find_ordinal(SharedState& shared, std::uint32_t low, std::uint32_t high, Mass& goal,
                                       const ForEach& for_each) {
@@ -133,15 +132,15 @@ __device__ std::uint32_t find_ordinal(SharedState& shared, std::uint32_t low, st
   return low;
 }
 
-/// A token by its place in the order of likelihood: the `rank`-th, from 0, of those with this key.
+/// A token by its place in the order of likelihood: number `rank`, from 0, of the tokens with this key.
 struct Place {
   std::uint32_t key;
   Mass rank;
-  Mass mass;  // of all tokens up to and with this one
+  Mass mass;  // of all tokens up to and including this one
 };
 
-/// One row's tokens, likeliest first (the smaller id on ties), without sorting them and in no memory but the
-/// block's: a selection by mass, bucket by bucket.
+/// One row's tokens, likeliest first (the lower id on ties), without sorting them and using only the block's
+/// memory: selects by mass, bucket by bucket.
 template <bool kIsAligned, class T>
 class RankedRow {
  public:
@@ -154,8 +153,8 @@ class RankedRow {
         smallest_(smallest_logit(config)),
         inverse_temperature_(1.0 / static_cast<double>(config.temperature)),
         unit_(exp2(static_cast<double>(mass_bits))),
-        // Where the mass rounds to 0 a logit is (mass_bits + 1) ln 2 temperatures below the largest.
-        // Finite: the largest logit itself is in bucket 0.
+        // The mass rounds to 0 for a logit (mass_bits + 1) ln 2 temperatures below the largest. Must be
+        // finite, so that the largest logit itself is in bucket 0.
         buckets_a_logit_(
             fminf(1e30f, kBuckets / (0.6931472f * static_cast<float>(mass_bits + 1) * config.temperature))) {
     shared_.by_value.clear();
@@ -176,7 +175,7 @@ class RankedRow {
 
   __device__ Mass total() const { return total_; }
 
-  /// The first token up to and with which the mass reaches `goal`, 1 .. total().
+  /// The first token at which the running mass, including its own, reaches `goal`, 1 .. total().
   __device__ Place find(Mass goal) const {
     const Bucket bucket = find_bucket(shared_, shared_.by_value, goal);
     Mass left = goal - bucket.before;
@@ -208,11 +207,11 @@ class RankedRow {
   }
 
  private:
-  /// The smallest logit that top_k and min_p leave.
+  /// The smallest logit that top_k and min_p keep.
   __device__ double smallest_logit(const SamplingConfig& config) const {
     double smallest = -static_cast<double>(kInfinity);
     if (config.top_k > 0 && config.top_k < rows_.shard_begins[rows_.shards]) {
-      // The place of the k-th largest among all: a mass of one each.
+      // Finds the k-th largest logit by giving each a mass of one.
       Mass goal = static_cast<Mass>(config.top_k);
       const std::uint32_t ordinal =
           find_ordinal(shared_, 0, max_key_ - key_of<T>(-kInfinity), goal, [&](const auto& add) {
@@ -234,7 +233,7 @@ class RankedRow {
     return __double2ull_rn(exp((static_cast<double>(logit) - max_) * inverse_temperature_) * unit_);
   }
 
-  /// Does not fall as the logit falls.
+  /// Does not decrease as the logit falls.
   __device__ int value_bucket(float logit) const {
     return static_cast<int>(fminf((max_ - logit) * buckets_a_logit_, static_cast<float>(kBuckets - 1)));
   }
@@ -281,11 +280,11 @@ __device__ Ranked likeliest(const LogitRows<T>& rows, SharedState& shared) {
   return best;
 }
 
-/// The blocks of a cluster share a row and read it: once for the largest logit, and when it draws once for
-/// the masses and one to three times for each of the nucleus, the draw and the token's id. Masses are
-/// integers, so that the draw depends neither on threads nor on shards; top_k reads it up to three times
-/// more; it is that of cpu::Operators, which sums in double, unless the random number falls within 1e-9 of
-/// the border between two tokens. Shared memory: 33 KiB. Bound by latency.
+/// The blocks of a cluster share a row and read it once for the largest logit. To draw, they read it once for
+/// the masses, and one to three times each for the nucleus, the draw and the token's id; top_k reads it up to
+/// three times more. Masses are integers, so the draw depends neither on threads nor on shards. It equals
+/// that of cpu::Operators, which sums in double, unless the random number falls within 1e-9 of the border
+/// between two tokens. Shared memory: 33 KiB. Latency-bound.
 template <bool kIsAligned, class T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> args, int mass_bits) {
   __shared__ SharedState shared;
@@ -294,7 +293,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> args, in
   std::int32_t token = token_of<T>(best);
   if (token >= 0 && config.temperature != 0.0f) {
     const RankedRow<kIsAligned, T> ranked(args.row, shared, config, key_of_ranked(best), mass_bits);
-    // The nucleus ends where it reaches top_p of the mass; it holds at least one token.
+    // The nucleus ends where its mass reaches top_p of the total; it holds at least one token.
     Mass nucleus = ranked.total();
     if (config.top_p < 1.0f) {
       const auto wanted =

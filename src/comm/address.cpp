@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host names to sockets.
+// Resolves host names and opens sockets.
 #include "comm/address.hpp"
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 namespace helix::comm {
 namespace {
 
-constexpr int kBacklog = 1024;  // strangers may fill a short one
+constexpr int kBacklog = 1024;  // long enough that strangers do not fill it
 
 struct Addresses {
   addrinfo* list = nullptr;
@@ -30,7 +30,7 @@ struct Addresses {
   ~Addresses() {
     if (list != nullptr) ::freeaddrinfo(list);
   }
-  /// 0, or what gai_strerror knows.
+  /// Returns 0, or a code for gai_strerror().
   int resolve(const std::string& host, int port, int flags = 0) {
     addrinfo hints{};
     hints.ai_socktype = SOCK_STREAM;
@@ -52,14 +52,14 @@ bool is_same(const addrinfo& a, const addrinfo& b) {
   return a.ai_addrlen == b.ai_addrlen && std::memcmp(a.ai_addr, b.ai_addr, a.ai_addrlen) == 0;
 }
 
-/// Whether the text means this machine and no other by itself, not by way of a table of hosts.
+/// Whether the text itself means this machine, without a lookup in a table of hosts.
 bool is_meant_local(const std::string& host) {
   if (host == "localhost" || host.starts_with("localhost.") || host.ends_with(".localhost")) return true;
   Addresses literal;
   return literal.resolve(host, 0, AI_NUMERICHOST) == 0;
 }
 
-/// A listening socket, or none with errno.
+/// A listening socket, or a closed one with errno set.
 Socket try_listen(const sockaddr* address, socklen_t length, bool is_dual_stack = false) {
   Socket listener(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!listener.is_open()) return {};
@@ -96,8 +96,8 @@ Socket listen_everywhere(const BootstrapOptions& options) {
   return listener;
 }
 
-/// A port that the system may also lend out can be lent to the one that connects to it: TCP then connects the
-/// socket with itself, and holds the port that rank 0 needs.
+/// If rank 0's port is an ephemeral one, a connecting socket may get it as its own: TCP then connects the
+/// socket to itself, and holds the port that rank 0 needs.
 bool is_connected_to_itself(const Socket& socket) {
   sockaddr_storage own{};
   sockaddr_storage peer{};
@@ -108,7 +108,7 @@ bool is_connected_to_itself(const Socket& socket) {
          own_length == peer_length && std::memcmp(&own, &peer, own_length) == 0;
 }
 
-/// Connects to one address; 0, or the errno that says why not.
+/// Connects to one address. Returns 0 or an errno.
 int connect_socket(const Socket& socket, const addrinfo& entry, Clock::time_point deadline) {
   int error = 0;
   if (::connect(socket.fd(), entry.ai_addr, entry.ai_addrlen) != 0) {
@@ -128,7 +128,7 @@ std::vector<Socket> listen_for_ranks(const BootstrapOptions& options, Clock::tim
   const std::string& host = is_told ? options.listen_address : options.address;
   const char* variable = is_told ? "HELIX_LISTEN_ADDR" : "MASTER_ADDR";
   Addresses found;
-  // A name of a cluster may be published only after its first process has started.
+  // A cluster may publish a name only after its first process has started.
   for (int status = found.resolve(host, options.port); status != 0;
        status = found.resolve(host, options.port)) {
     HELIX_EXPECTS(Clock::now() < deadline, ErrorCode::io, "bootstrap: rank 0 cannot resolve ", variable,
@@ -136,11 +136,11 @@ std::vector<Socket> listen_for_ranks(const BootstrapOptions& options, Clock::tim
     std::this_thread::sleep_for(milliseconds(100));
   }
   std::vector<Socket> listeners;
-  std::vector<const addrinfo*> opened;  // of them
+  std::vector<const addrinfo*> opened;  // with a listener
   bool is_loopback_only = true;
   int error = 0;
   for (const addrinfo* entry = found.list; entry != nullptr; entry = entry->ai_next) {
-    // A table of hosts with two lines for a name has its address twice.
+    // A table of hosts that lists a name twice yields its address twice.
     if (std::any_of(opened.begin(), opened.end(),
                     [&](const addrinfo* other) { return is_same(*other, *entry); }))
       continue;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where rank 0 listens and where the others find it.
+// Where rank 0 listens and the other ranks connect.
 #pragma once
 
 #include <functional>
@@ -11,15 +11,15 @@
 
 namespace helix::comm {
 
-/// Rank 0: listens on each address of this machine that the job's address resolves to; on all interfaces
-/// where a host name resolves to loopback addresses alone and the job may span machines (Debian's /etc/hosts
-/// gives a machine's own name 127.0.1.1, where no other machine comes through).
-/// @throws Error(io) if the port is taken, the name does not resolve until the deadline, or no address is
+/// Rank 0: listens on each address of this machine that the job's address resolves to; on all interfaces if a
+/// host name resolves to loopback addresses only and the job may span machines (Debian's /etc/hosts maps a
+/// machine's own name to 127.0.1.1, which other machines cannot reach).
+/// @throws Error(io) if the port is taken, the name does not resolve before the deadline, or no address is
 /// this machine's.
 std::vector<Socket> listen_for_ranks(const BootstrapOptions& options, Clock::time_point deadline);
 
-/// Other ranks: connects to each address of rank 0 in turn, again and again, until `greet(socket)` holds.
-/// `greet` returns whether this is the one, and says in `reason` why not.
+/// Other ranks: tries the addresses of rank 0 in turn, repeatedly, until `greet(socket)` returns true.
+/// `greet` returns whether the listener is this job's rank 0, and sets `reason` if not.
 /// @throws Error(timeout) with the last reason.
 Socket connect_to_rank_0(const BootstrapOptions& options, Clock::time_point deadline,
                          const std::function<bool(const Socket& socket, std::string& reason)>& greet);

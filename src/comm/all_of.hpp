@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// all_of: what each rank of a Bootstrap has, on all of them.
+// all_of: gathers one value from each rank of a Bootstrap to all ranks.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 
 namespace helix::comm {
 
-/// All ranks' values of one trivially copyable type, by rank. Collective. @throws Error(io) if a rank sent
-/// another number of bytes, and as Bootstrap::gather().
+/// Returns the values of all ranks, by rank; T is trivially copyable. Collective. @throws Error(io) if a rank
+/// sent another number of bytes, and what Bootstrap::gather() throws.
 template <class T>
 std::vector<T> all_of(Bootstrap& bootstrap, const T& own) {
   std::vector<T> all(static_cast<std::size_t>(bootstrap.size()));

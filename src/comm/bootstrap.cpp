@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// comm::Bootstrap: broadcast, gather and barrier over the star, and the life of the thread that watches.
+// comm::Bootstrap: broadcast, gather and barrier over a star around rank 0, and the life of the watching
+// thread.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -19,26 +20,26 @@
 namespace helix::comm {
 namespace {
 
-/// Longest that a rank which fails waits until the others have been told.
+/// Longest time that a failing rank waits until the others have been told.
 constexpr milliseconds kTelling{1000};
 
 constexpr const char* kBroadcast = "bootstrap broadcast";
 constexpr const char* kGather = "bootstrap gather";
 
-/// Several heartbeats in the time after which silence counts, however often they are asked for.
+/// The heartbeat interval: at most a quarter of the timeout, so that several are due before silence counts.
 milliseconds heartbeat_of(const BootstrapOptions& options) {
   return std::min(options.heartbeat, std::max(milliseconds(1), options.timeout / 4));
 }
 
-/// How long a transfer between rank 0 and another may last. Who keeps whom waiting is for rank 0's watch to
-/// say, from the timeout on; where it has not, rank 0 ends the job at this limit, and the others soon after,
-/// each by itself: all within twice the timeout.
+/// Limit of a transfer between rank 0 and another rank. From the timeout on, rank 0's watch decides who keeps
+/// whom waiting. If it has not decided, rank 0 ends the job at this limit, and the other ranks end soon after
+/// by themselves: all within twice the timeout.
 milliseconds transfer_limit(const BootstrapOptions& options) {
   const int quarters = options.rank == 0 ? 6 : 7;
   return quarters * bounded(options.timeout) / 4;
 }
 
-/// Tells the watch for whom this rank waits, while it lives.
+/// While it lives, tells the watch which peer this rank waits for.
 class Exchange {
  public:
   Exchange(Watch& watch, const char* name, std::size_t peer) : watch_(watch) {
@@ -55,11 +56,11 @@ class Exchange {
 }  // namespace
 
 struct Bootstrap::State {
-  Connections connections;  // its watch sockets are the thread's
+  Connections connections;  // the watching thread owns the watch sockets
   std::shared_ptr<Watch> watch = std::make_shared<Watch>();
   Thread thread;
   std::mutex in_use;
-  FirstFailure calls;  // of what the connections carry
+  FirstFailure calls;  // on the control connections
 
   ~State() {
     if (!thread.joinable()) return;
@@ -78,11 +79,11 @@ struct Bootstrap::State {
     throw Error(watch->failure);
   }
 
-  /// Ends the job on all ranks, with `text` as its failure, and returns when they have been told.
+  /// Ends the job on all ranks with the failure `text`; returns when they have been told.
   void end_job(std::string_view text) const noexcept;
 
-  /// Throws what has ended the job if the transfer is not done, else that `peer` is to blame. On rank 0 it
-  /// ends the job: the others wait for rank 0, and would blame it.
+  /// Unless the transfer is done, throws what has ended the job, or else an error that blames `peer`. On rank
+  /// 0 this ends the job, because the others wait for rank 0 and would blame it.
   void expect_done(Transfer transfer, const char* operation, std::size_t peer) const {
     if (transfer == Transfer::done) return;
     if (transfer == Transfer::closed) {
@@ -100,7 +101,7 @@ struct Bootstrap::State {
     throw error;
   }
 
-  /// Runs the body of a call, unless one before has failed.
+  /// Runs the body of a call, unless an earlier call has failed.
   template <class Body>
   auto call(const Body& body) {
     const std::lock_guard lock(in_use);
@@ -132,13 +133,13 @@ void Bootstrap::State::end_job(std::string_view text) const noexcept {
     }
     watch->wake_up();
     watch->set_failure(text);
-    // Who fails may end its process next, and the reason with it.
+    // The failing rank may end its process next, and the reason would be lost with it.
     if (!has_others || thread.is_current()) return;
     std::unique_lock lock(watch->mutex);
     (void)watch->told.wait_for(lock, std::min(kTelling, watch->options.timeout / 2),
                                [&] { return !watch->own_failure.has_value(); });
   } catch (...) {
-    // The mutex failed: the process is beyond help.
+    // The mutex failed: nothing more can be done.
   }
 }
 
@@ -156,15 +157,15 @@ Bootstrap::Bootstrap(const BootstrapOptions& options) : state_(std::make_shared<
                 options.heartbeat.count(), " ms; both must be positive");
   Watch& watch = *state_->watch;
   watch.options = options;
-  watch.options.timeout = bounded(options.timeout);  // which the clock is compared with
+  watch.options.timeout = bounded(options.timeout);  // bounded, because it is compared with the clock
   watch.options.heartbeat = heartbeat_of(watch.options);
   if (options.size == 1) return;
   state_->connections = options.rank == 0 ? serve(options) : join(options);
   for (std::size_t i = 0; i < state_->connections.watch.size(); ++i) {
-    if (!state_->connections.watch[i].is_open()) continue;  // rank 0 has none to itself
+    if (!state_->connections.watch[i].is_open()) continue;  // rank 0 has no connection to itself
     Peer peer;
     peer.socket = std::move(state_->connections.watch[i]);
-    peer.rank = static_cast<int>(i);  // the only peer of another rank is rank 0
+    peer.rank = static_cast<int>(i);  // ranks other than 0 have one peer: rank 0
     peer.last = watch.own_beat();
     peer.last.rank = peer.rank;
     watch.peers.push_back(std::move(peer));
@@ -206,7 +207,7 @@ void Bootstrap::broadcast(std::span<std::byte> bytes) {
 }
 
 std::vector<std::vector<std::byte>> Bootstrap::gather(std::span<const std::byte> bytes) {
-  constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 30;  // a size beyond is no size
+  constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 30;  // a larger size is an error
   return state_->call([&] {
     std::vector<std::vector<std::byte>> all;
     std::uint64_t num_bytes = bytes.size();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the processes of a job send each other before and beside their work: plain structs of one size each,
-// and the reading of each from bytes of anybody.
+// The messages of the rendezvous and of the heartbeats: plain structs of fixed size, and functions that
+// validate them from untrusted bytes.
 #pragma once
 
 #include <algorithm>
@@ -20,23 +20,23 @@
 
 namespace helix::comm {
 
-/// Opens every message of the rendezvous; also tells a machine of another byte order.
+/// First word of every rendezvous message. It also detects a machine of another byte order.
 inline constexpr std::uint64_t kMagic = 0x32706174'73746f6f;
 
-/// Copies `text`, cut to what fits, with a closing zero.
+/// Copies `text` with a closing zero, truncated to fit.
 inline void set_text(std::span<char> target, std::string_view text) {
   const std::size_t length = std::min(text.size(), target.size() - 1);
   std::copy_n(text.data(), length, target.data());
   target[length] = '\0';
 }
 
-/// Random bytes that no other connection or process has.
+/// Random bytes, unique to a connection or a process.
 using Nonce = std::array<std::uint8_t, 16>;
 
-/// Rank 0's first words to whoever connects.
+/// Rank 0's first message on each connection.
 struct Challenge {
   std::uint64_t magic = kMagic;
-  Nonce nonce{};  // of this connection
+  Nonce nonce{};  // unique to this connection
 };
 
 enum class Channel : std::uint32_t { control, watch };
@@ -49,13 +49,13 @@ struct Hello {
   std::int32_t size = 0;
   std::int32_t unused = 0;
   std::uint64_t config_hash = 0;
-  Nonce process{};  // of the process, on each of its connections
+  Nonce process{};  // unique to the process, equal on both of its connections
   Digest proof{};   // see proof_of()
 };
 
 enum class Answer : std::uint32_t { accepted, stranger };
 
-/// Rank 0's answer to a Hello, at once. Before it the connection may be lost without harm.
+/// Rank 0's immediate answer to a Hello. A connection lost before this answer does no harm.
 struct Reply {
   std::uint64_t magic = kMagic;
   Answer answer = Answer::accepted;
@@ -63,7 +63,7 @@ struct Reply {
   Digest proof{};
 };
 
-/// Rank 0's last word of the rendezvous, on the control channel, once all are there.
+/// Rank 0's last message of the rendezvous, sent on the control channel once all ranks are there.
 struct Verdict {
   std::int32_t error_code = -1;  // -1: welcome
   std::array<char, 508> text{};
@@ -71,7 +71,7 @@ struct Verdict {
 
 enum class BeatKind : std::uint32_t { alive, farewell, failure };
 
-/// Everything on the watch channel has this one size.
+/// The one message of the watch channel.
 struct Beat {
   BeatKind kind = BeatKind::alive;
   std::int32_t rank = 0;
@@ -86,7 +86,7 @@ struct Beat {
 static_assert(sizeof(Challenge) == 24 && sizeof(Hello) == 80 && sizeof(Reply) == 48);
 static_assert(sizeof(Verdict) == 512 && sizeof(Beat) == 512);
 
-/// The bytes as a message of that size; nothing else is looked at.
+/// The bytes as a Message if the size fits; nothing else is checked.
 template <class Message>
 std::optional<Message> message_from(std::span<const std::byte> bytes) {
   static_assert(std::is_trivially_copyable_v<Message>);
@@ -96,7 +96,8 @@ std::optional<Message> message_from(std::span<const std::byte> bytes) {
   return message;
 }
 
-/// Nothing where no process of ours can have sent it; a Hello's numbers may still contradict the job.
+/// Nothing if no process of ours can have sent the bytes. The numbers of a Hello may still contradict the
+/// job's.
 inline std::optional<Challenge> read_challenge(std::span<const std::byte> bytes) {
   auto message = message_from<Challenge>(bytes);
   return message && message->magic == kMagic ? message : std::nullopt;
@@ -127,13 +128,13 @@ inline std::optional<Beat> read_beat(std::span<const std::byte> bytes) {
   return is_sound ? message : std::nullopt;
 }
 
-/// What a job calls itself: its secret and its name.
+/// The secret and the name that the ranks of one job share.
 struct JobKey {
   std::string secret;
   std::string name;
 
-  /// Shows on the connection of `challenge` that the sender of `message` knows the key: HMAC-SHA-256 of the
-  /// job's name, the challenge, `process` (whose hello this is or answers) and the message but for its proof.
+  /// Proves on the connection of `challenge` that the sender of `message` knows the key: HMAC-SHA-256 of the
+  /// job's name, the challenge, `process` (whose Hello this is or answers) and the message without its proof.
   template <class Message>
   Digest proof_of(const Message& message, const Challenge& challenge, const Nonce& process) const {
     Message bare = message;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's side of a collective: what it asks of those that it meets.
+// One rank's call of a collective: the arguments that it brings to a meeting.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace helix::comm {
 
-/// What one rank brings to a meeting. Lives on its stack until it leaves.
+/// What one rank brings to a meeting. It lives on that rank's stack until the rank leaves.
 struct Call {
   Operation operation = Operation::barrier;
   const void* in = nullptr;
@@ -26,8 +26,8 @@ struct Call {
   const std::int64_t* recv_bytes = nullptr;
   int color = 0;  // split
   int key = 0;
-  std::string_view kernel{};             // its name; of Operation::kernel
-  std::optional<std::string> failure{};  // why its kernel could not be queued, where it could not
+  std::string_view kernel{};             // the kernel's name, for Operation::kernel
+  std::optional<std::string> failure{};  // why this rank could not queue its kernel, if so
 
   std::string_view name() const { return operation == Operation::kernel ? kernel : to_string(operation); }
 

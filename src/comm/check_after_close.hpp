@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank asks before it blames the one whose connection has closed.
+// What a rank checks before it blames a peer whose connection has closed.
 #pragma once
 
 #include <thread>
@@ -9,8 +9,9 @@
 
 namespace helix::comm {
 
-/// A connection to another rank has closed: that one may only have reacted to the end of a third. Gives the
-/// watching thread, which hears from rank 0 who was first, a moment to know more. @throws what check() does.
+/// A connection to another rank has closed. That rank may only have reacted to the failure of a third, so
+/// gives the watching thread, which hears from rank 0 who failed first, a moment.
+/// @throws what check() throws.
 template <class Check>
 void check_after_close(const Check& check) {
   const Clock::time_point end = deadline_after(2 * kPollSlice);

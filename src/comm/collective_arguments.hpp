@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one rank can check of a collective's arguments alone, and the peer counts that a queued task takes
-// along.
+// Checks of a collective's arguments that need no other rank, and the per-peer counts that a queued task
+// keeps.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +52,7 @@ inline void expect_peer_bytes(const void* in, std::span<const std::int64_t> send
   expect("out", out, recv_bytes);
 }
 
-/// What a rank sends to itself is what it receives.
+/// A rank must send itself as many bytes as it receives from itself.
 inline void expect_own_bytes(std::span<const std::int64_t> send_bytes,
                              std::span<const std::int64_t> recv_bytes, int rank) {
   const auto own = static_cast<std::size_t>(rank);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// FirstFailure: after a call that failed none goes on.
+// FirstFailure: once one call has failed, all later calls fail.
 #pragma once
 
 #include <exception>
 
 namespace helix::comm {
 
-/// Of connections that a call which throws leaves with part of a message, or with one that nobody asked for:
-/// what ended it is thrown by every later call. One thread at a time.
+/// Remembers the first exception on a set of connections. A failed call may leave half a message on the wire,
+/// or one that nobody expects, so every later call rethrows that exception. Used by one thread at a time.
 class FirstFailure {
  public:
   /// Returns body(). @throws what the first body to throw threw.

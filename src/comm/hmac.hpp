@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// HMAC-SHA-256 (RFC 2104 over FIPS 180-4): how ranks show that they know their job's secret without saying
-// it.
+// HMAC-SHA-256 (RFC 2104 over FIPS 180-4), with which ranks prove that they know their job's secret without
+// sending it.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace helix::comm {
 
 using Digest = std::array<std::uint8_t, 32>;
 
-/// SHA-256 of what update() was given, in pieces of any size.
+/// SHA-256 of the bytes given to update(), in pieces of any size.
 class Sha256 {
  public:
   void update(std::span<const std::byte> bytes) {
@@ -113,7 +113,7 @@ inline Digest hmac_sha256(std::string_view key, std::span<const std::byte> messa
   return outer.finish();
 }
 
-/// Compares in a time that does not tell where the two differ.
+/// Compares in constant time, so that timing does not reveal where the two differ.
 inline bool equal_in_constant_time(const Digest& a, const Digest& b) {
   unsigned difference = 0;
   for (std::size_t i = 0; i < a.size(); ++i) difference |= a[i] ^ b[i];

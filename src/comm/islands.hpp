@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Islands: parts of a job in which every two ranks reach each other.
+// Islands: groups of ranks of a job in which every rank reaches every other.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,12 @@
 
 namespace helix::comm {
 
-/// Of a rank that does not even reach itself.
+/// The island of a rank that does not even reach itself.
 inline constexpr int kNoIsland = -1;
 
-/// The island of each of `count` ranks, named by its lowest rank. A rank joins the first island all of whose
-/// ranks it reaches and is reached by, reaches(from, to); where reach is not transitive, lower ranks choose
-/// first. The same on all ranks that know the same reach.
+/// Returns the island of each of `count` ranks, named by its lowest rank. In rank order, each rank joins the
+/// first island whose ranks it all reaches, and which all reach it; `reaches(from, to)` need not be
+/// transitive. Ranks that know the same reach compute the same islands.
 template <class Reaches>
 std::vector<int> islands_of(std::size_t count, const Reaches& reaches) {
   std::vector<std::vector<std::size_t>> islands;
@@ -33,7 +33,7 @@ std::vector<int> islands_of(std::size_t count, const Reaches& reaches) {
   return names;
 }
 
-/// Whether `ranks` lie inside one of the islands, which are named by rank.
+/// Whether all `ranks` are in the same island. `islands` is indexed by rank.
 inline bool is_in_one_island(std::span<const int> islands, std::span<const int> ranks) {
   return std::all_of(ranks.begin(), ranks.end(), [&](int rank) {
     const int island = islands[static_cast<std::size_t>(rank)];
@@ -41,10 +41,10 @@ inline bool is_in_one_island(std::span<const int> islands, std::span<const int> 
   });
 }
 
-/// Whether some island has two ranks.
+/// Whether some island has at least two ranks.
 inline bool has_pair(std::span<const int> islands) {
   for (std::size_t rank = 0; rank < islands.size(); ++rank) {
-    // An island's lowest rank is its name.
+    // An island is named by its lowest rank.
     if (islands[rank] != kNoIsland && islands[rank] != static_cast<int>(rank)) return true;
   }
   return false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who keeps a rank waiting that has waited too long.
+// Finds the rank that keeps others waiting too long.
 #pragma once
 
 #include <optional>
@@ -12,27 +12,31 @@
 
 namespace helix::comm {
 
-/// A rank as its last heartbeat and the clock tell of it.
+/// A rank's state, from its last heartbeat and the clock.
 struct Standing {
   const Beat* beat = nullptr;
-  bool has_left = false;  // in good order
-  bool is_still = true;   // for half of the timeout at one step and operation
+  bool has_left = false;  // after a farewell
+  bool is_still = true;   // at one step and operation for half of the timeout
 };
 
-/// `behind` keeps `waiting` waiting; `how` tells why that is thought of it.
+/// `behind` keeps `waiting` waiting; `how` says why it is suspected.
 struct Lag {
   const Beat* waiting = nullptr;
   const Beat* behind = nullptr;
   std::string_view how;
 };
 
-/// Who keeps ranks waiting of which one has waited for the timeout; nothing: none has, or nobody can be told
-/// from the others. Stages of a pipeline make different numbers of operations, so that these order suspects
-/// but make nobody one: suspected are a rank that waits for nobody, and has not moved on lately unless it is
-/// steps behind, and one that has left before the operation that is waited in; only where there is neither, a
-/// rank that waits itself, but in an earlier step.
+/// Finds the rank that keeps others waiting, once some rank has waited for `timeout`. Compares all ranks with
+/// the waiting rank farthest ahead, and suspects, in this order:
+/// 1. A rank that waits for nobody and is at an earlier step, or has been still at the same step; or a rank
+///    that has left before the operation in which the other waits.
+/// 2. A rank that waits too, but at an earlier step; not if a rank that waits for nobody has been still at a
+///    later step.
+///
+/// Pipeline stages make different numbers of operations, so for ranks that have not left these numbers order
+/// suspects but create none. Returns nothing if no rank has waited that long, or if there is no suspect.
 inline std::optional<Lag> find_lag(std::span<const Standing> ranks, milliseconds timeout) {
-  const Beat* waiting = nullptr;  // the one farthest on: the others may wait for those that keep it waiting
+  const Beat* waiting = nullptr;  // farthest ahead; the others may wait for what it waits for
   for (const Standing& rank : ranks) {
     if (rank.has_left || milliseconds(rank.beat->waited_ms) < timeout) continue;
     if (waiting == nullptr || rank.beat->step > waiting->step) waiting = rank.beat;
@@ -42,7 +46,7 @@ inline std::optional<Lag> find_lag(std::span<const Standing> ranks, milliseconds
   const auto place = [](const Beat& beat) { return std::tuple(beat.step, beat.operations); };
   const Standing* suspect = nullptr;
   bool is_idle = false;  // whether the suspect waits for nobody
-  bool may_wait = true;  // whether a rank that waits may be the suspect
+  bool may_wait = true;  // whether a waiting rank may be the suspect
   const auto order = [](bool waits, const Standing& rank) {
     return std::tuple(waits, !rank.is_still, rank.beat->step, rank.has_left, rank.beat->operations);
   };

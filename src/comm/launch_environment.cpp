@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// BootstrapOptions::from_environment: what torchrun, Open MPI and Slurm tell a process.
+// BootstrapOptions::from_environment: reads the variables of torchrun, Open MPI and Slurm.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -44,14 +44,14 @@ int number(const char* name, int low, int high) {
   return number(name, *text, low, high);
 }
 
-/// What one launcher calls the numbers of a process.
+/// The names of one launcher's environment variables.
 struct Launcher {
   const char* rank;
   const char* size;
   const char* local_rank;
   const char* local_size;
   const char* job;
-  const char* step = nullptr;  // of the job, where it may have several
+  const char* step = nullptr;  // step of the job, if the launcher has steps
 };
 constexpr std::array kLaunchers = {
     Launcher{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"},
@@ -63,7 +63,8 @@ constexpr std::array kLaunchers = {
 constexpr int kMaxWorldSize = static_cast<int>(kMaxRanks);
 constexpr std::size_t kMaxSecretBytes = 4096;
 
-/// The launcher's name of the job. Not those of other launchers around it: their steps may differ by rank.
+/// The job's name as this launcher gives it. Outer launchers' variables are ignored: their steps may differ
+/// by rank.
 std::string job_name(const Launcher& launcher) {
   std::string name = variable(launcher.job).value_or("");
   if (!name.empty() && launcher.step != nullptr)
@@ -71,10 +72,10 @@ std::string job_name(const Launcher& launcher) {
   return name;
 }
 
-/// What stands in the file that HELIX_JOB_SECRET_FILE names, without the ends of its last lines.
+/// Contents of the file that HELIX_JOB_SECRET_FILE names, without trailing line ends.
 std::string secret_in(const char* file) {
   const std::string subject = message({"bootstrap: HELIX_JOB_SECRET_FILE is \"", file, "\", which "});
-  // O_NONBLOCK: opening a FIFO does not wait for a writer. It means nothing to regular files.
+  // O_NONBLOCK: opening a FIFO does not wait for a writer; regular files ignore it.
   const Socket descriptor(::open(file, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY));
   HELIX_EXPECTS(descriptor.is_open(), ErrorCode::io, subject, "cannot be opened: ", words_of(errno));
   struct stat status = {};
@@ -91,7 +92,7 @@ std::string secret_in(const char* file) {
   return secret;
 }
 
-/// The variable or the file that holds the job's secret; empty: there is none.
+/// The job's secret, from the variable or the file; empty if neither is set.
 std::string job_secret() {
   const char* direct = std::getenv("HELIX_JOB_SECRET");
   const char* file = std::getenv("HELIX_JOB_SECRET_FILE");
@@ -114,7 +115,7 @@ BootstrapOptions BootstrapOptions::from_environment() {
   if (launcher == kLaunchers.end()) return options;
   options.size = number(launcher->size, 1, kMaxWorldSize);
   options.rank = number(launcher->rank, 0, options.size - 1);
-  // Without it all ranks are taken to be on one machine.
+  // Without a local rank all ranks are taken to be on one machine.
   options.local_rank =
       variable(launcher->local_rank) ? number(launcher->local_rank, 0, kMaxWorldSize) : options.rank;
   const std::optional<std::string> address = variable("MASTER_ADDR");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LinkedGroup: ranks that local sockets join, and what they tell each other over them.
+// LinkedGroup: ranks connected by local sockets, and their collectives over them.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,11 @@
 
 namespace helix::comm {
 
-/// One rank's end of a group that LocalLinks join. Calls are collective over the group, and throw what
-/// LocalLinks do; a group of one rank needs no links.
+/// One rank's end of a group connected by LocalLinks. Calls are collective over the group, and throw what
+/// LocalLinks throws. A group of one rank needs no links.
 class LinkedGroup {
  public:
-  /// `root_ranks`: the links' ranks of the group, of which this one is number `rank`.
+  /// `root_ranks`: the group's ranks as LocalLinks numbers them; this rank is `root_ranks[rank]`.
   LinkedGroup(std::shared_ptr<const LocalLinks> links, std::vector<int> root_ranks, int rank)
       : links_(std::move(links)), root_ranks_(std::move(root_ranks)), rank_(static_cast<std::size_t>(rank)) {}
 
@@ -26,20 +26,20 @@ class LinkedGroup {
   std::size_t size() const { return root_ranks_.size(); }
   const std::vector<int>& root_ranks() const { return root_ranks_; }
 
-  /// The bytes of all ranks, one behind the other; as many of each.
+  /// The bytes of all ranks, concatenated in rank order. All ranks bring the same number.
   std::vector<std::byte> gather(std::span<const std::byte> own) const {
     for (std::size_t i = 0; i < size(); ++i)
       if (i != rank_) links_->send(root_ranks_[i], own);
     std::vector<std::byte> all;
     all.reserve(size() * own.size());
     for (std::size_t i = 0; i < size(); ++i) {
-      all.insert(all.end(), own.begin(), own.end());  // what others sent takes the place of it
+      all.insert(all.end(), own.begin(), own.end());  // a placeholder that what others sent overwrites
       if (i != rank_) (void)links_->recv(root_ranks_[i], std::span(all).last(own.size()));
     }
     return all;
   }
 
-  /// The values of all ranks, of one trivially copyable type.
+  /// The values of all ranks, by rank; T is trivially copyable.
   template <class T>
   std::vector<T> all_of(const T& own) const {
     const std::vector<std::byte> bytes = gather(std::as_bytes(std::span(&own, 1)));
@@ -48,7 +48,8 @@ class LinkedGroup {
     return all;
   }
 
-  /// The descriptors of all ranks for one's own; closed where a rank has none, and this rank's.
+  /// The descriptors of all ranks, exchanged for this rank's; closed for this rank, or one without a
+  /// descriptor.
   std::vector<Socket> exchange(const Socket& own) const {
     const std::byte mark{1};
     for (std::size_t i = 0; i < size(); ++i)

@@ -25,7 +25,7 @@ struct Group {
   /// By (sender, receiver); guarded by root->mutex.
   std::map<std::pair<int, int>, std::shared_ptr<Meeting>> channels;
 
-  /// root->mutex held, or nobody else knows the root yet.
+  /// The caller holds root->mutex, unless no other thread knows the root yet.
   Group(std::shared_ptr<Root> shared_root, std::vector<int> ranks)
       : root(std::move(shared_root)),
         root_ranks(std::move(ranks)),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Local sockets in the abstract namespace: no file is left behind, and containers that share no network
-// namespace do not look for each other, as all ranks see from what they tell each other first.
+// Local sockets in the abstract namespace, which leave no file behind. Containers that do not share a network
+// namespace do not try to connect: every rank sees this from what the ranks tell each other first.
 #include "comm/local_links.hpp"
 
 #include <algorithm>
@@ -28,13 +28,13 @@
 namespace helix::comm {
 namespace {
 
-/// Where a rank listens, and what those who know it have learnt over the Bootstrap.
+/// A rank's listening socket, as the other ranks learn it over the Bootstrap.
 struct LinkPlace {
   std::array<char, 40> boot{};      // of the machine's kernel
   std::uint64_t net_namespace = 0;  // inode
-  Digest island{};                  // of the name that the rank gave
+  Digest island{};                  // hash of the name that the rank gave
   Nonce name{};                     // of the socket
-  Nonce token{};                    // the other end shows it first
+  Nonce token{};                    // a connecting peer must show it first
   std::uint64_t listens = 0;
 
   bool is_near(const LinkPlace& other) const {
@@ -42,10 +42,10 @@ struct LinkPlace {
   }
 };
 
-/// The first words of either end.
+/// The first message of each end.
 struct LinkHello {
   std::int32_t rank = 0;
-  Nonce token{};  // of the place of whom it is sent to
+  Nonce token{};  // of the receiver's place
 };
 
 LinkPlace own_place(std::string_view island) {
@@ -88,7 +88,7 @@ bool say_hello(const Socket& socket, int rank, const LinkPlace& other, Clock::ti
   return send_all(socket.fd(), &hello, sizeof(hello), deadline, kKeepWaiting) == Transfer::done;
 }
 
-/// The rank of the other end, which has shown that it is of the job; -1: a stranger.
+/// The rank at the other end, which proves by the token that it is of the job; -1: a stranger.
 int hear_hello(const Socket& socket, const LinkPlace& own, Clock::time_point deadline) {
   LinkHello hello;
   if (!is_own_user(socket) ||
@@ -97,7 +97,8 @@ int hear_hello(const Socket& socket, const LinkPlace& own, Clock::time_point dea
   return hello.token == own.token ? hello.rank : -1;
 }
 
-/// Does not block in the system: where the listener's queue is full it tries again until the deadline.
+/// Connects without blocking in the system call: while the listener's queue is full, retries until the
+/// deadline.
 Socket connect_to(const LinkPlace& place, Clock::time_point deadline) {
   const auto [address, length] = address_of(place);
   while (Clock::now() < deadline) {
@@ -110,9 +111,9 @@ Socket connect_to(const LinkPlace& place, Clock::time_point deadline) {
   return {};
 }
 
-/// Connects to the neighbours before this rank, and takes the connections of those behind it. Whether it did,
-/// in half of the timeout: then the others hear so before they stop waiting for this rank.
-/// @throws what ended the job meanwhile.
+/// Connects to lower neighbours and accepts higher ones. Returns whether all succeeded within half of the
+/// timeout, so that others hear of a failure before they stop waiting for this rank.
+/// @throws what has ended the job meanwhile.
 bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::vector<LinkPlace>& places,
                  std::vector<Socket>& links) {
   const Clock::time_point deadline = Clock::now() + bootstrap.timeout() / 2;
@@ -134,7 +135,7 @@ bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::
       continue;
     }
     Socket link(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!link.is_open()) {  // such as where no more files may be open, while the connection waits on
+    if (!link.is_open()) {  // e.g. the limit of open files is reached; the connection stays queued
       if (Clock::now() >= deadline) return false;
       std::this_thread::sleep_for(milliseconds(10));
       continue;
@@ -162,14 +163,15 @@ std::shared_ptr<const LocalLinks> LocalLinks::connect(Bootstrap& bootstrap, std:
   const std::vector<LinkPlace> places = all_of(bootstrap, own);
   std::shared_ptr<LocalLinks> links(new LocalLinks(bootstrap));
   links->links_.resize(places.size());
-  // Nobody waits for one that does not listen.
+  // If one neighbour does not listen, none tries to connect.
   const bool all_listen = std::all_of(places.begin(), places.end(), [&](const LinkPlace& place) {
     return place.listens != 0 || !place.is_near(own);
   });
   const std::uint32_t is_connected =
       all_listen && connect_all(bootstrap, listener, places, links->links_) ? 1 : 0;
   const std::vector<std::uint32_t> verdicts = all_of(bootstrap, is_connected);
-  // Which neighbour leaves a rank alone: one that does not listen, or else could not connect; or none.
+  // The neighbour that keeps a rank from being linked: one that does not listen, else one that failed to
+  // connect.
   const auto culprit_near = [&](const LinkPlace& place) {
     std::optional<std::size_t> culprit;
     for (std::size_t rank = 0; rank < places.size(); ++rank) {
@@ -232,7 +234,7 @@ void LocalLinks::send_message(int rank, std::span<const std::byte> message, int 
 int LocalLinks::recv_message(int rank, std::span<std::byte> message) const {
   Patience patience(deadline_after(bootstrap_.timeout()));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
-  Socket descriptor;  // of any kind
+  Socket descriptor;  // not necessarily a socket
   std::size_t received = 0;
   while (received < message.size()) {
     bootstrap_.check();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LocalLinks: sockets between the processes of a job on each machine, which carry descriptors too.
+// LocalLinks: sockets between the processes of a job on one machine, which can carry file descriptors.
 #pragma once
 
 #include <cstddef>
@@ -18,27 +18,27 @@
 
 namespace helix::comm {
 
-/// A connection to each neighbour of a job: the other processes of this machine, its network namespace and
-/// the name that they gave, by local sockets of that namespace. Each end has shown that it knows what the
-/// job's ranks told each other over the Bootstrap, and that it is of the same user. One thread at a time.
+/// Connections to all neighbours: the other processes of the job with the same machine, network namespace and
+/// given name. They use local sockets of that namespace. Each end has proved that it knows a token that the
+/// job's ranks exchanged over the Bootstrap, and that it runs as the same user. One thread at a time.
 class HELIX_API LocalLinks {
  public:
-  /// Connects the processes of the job. Collective; `name` keeps apart those of a machine that give different
-  /// ones. Where one cannot connect to its neighbours none of them are linked, and why_not() says so.
-  /// @throws what the Bootstrap throws.
+  /// Connects the processes of the job. Collective. Processes of one machine that give different `name`s are
+  /// not connected. If a process cannot connect to its neighbours, none of them are linked, and why_not()
+  /// says why. @throws what the Bootstrap throws.
   static std::shared_ptr<const LocalLinks> connect(Bootstrap& bootstrap, std::string_view name);
 
-  /// Islands of ranks that are linked, alike on all ranks of the job.
+  /// Islands of linked ranks, by rank; equal on all ranks of the job.
   const std::vector<int>& neighbourhoods() const { return neighbourhoods_; }
   /// Why this process could not be linked with its neighbours; empty: it is.
   const std::string& why_not() const { return why_not_; }
 
-  // After a message that could not be sent or received no other is: see FirstFailure.
+  // After a message fails to be sent or received, all later ones fail: see FirstFailure.
 
   /// Sends a message, with a descriptor unless that is -1. @throws Error(peer_failed).
   void send(int rank, std::span<const std::byte> message, int descriptor = -1) const;
-  /// Receives a message of as many bytes, and its descriptor or -1. @throws Error(timeout) past the job's
-  /// timeout, Error(peer_failed).
+  /// Receives a message of exactly this size; returns its descriptor or -1. @throws Error(timeout) past the
+  /// job's timeout, Error(peer_failed).
   int recv(int rank, std::span<std::byte> message) const;
 
  private:
@@ -47,7 +47,7 @@ class HELIX_API LocalLinks {
   int recv_message(int rank, std::span<std::byte> message) const;
 
   Bootstrap bootstrap_;
-  std::vector<Socket> links_;  // by rank; of neighbours
+  std::vector<Socket> links_;  // by rank; open for neighbours
   std::vector<int> neighbourhoods_;
   std::string why_not_;
   mutable FirstFailure messages_;

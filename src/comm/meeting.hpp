@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the ranks of one process meet: bounded waits, one failure state for all groups of a root.
+// Where the ranks of one process meet: bounded waits, and one failure state for all groups of a root.
 #pragma once
 
 #include <algorithm>
@@ -25,9 +25,9 @@
 
 namespace helix::comm {
 
-/// One place where a fixed set of ranks meets, round after round: all ranks of a group, or a sender and a
-/// receiver. Guarded by Root::mutex, except while `is_moving`: then `calls` and `move` are read freely and
-/// change only when nobody is inside.
+/// A place where a fixed set of ranks meets round after round: all ranks of a group, or a sender and a
+/// receiver. Root::mutex guards it. While `is_moving`, `calls` and `move` are read without the mutex, and do
+/// not change until every rank has left the move.
 struct Meeting {
   explicit Meeting(std::vector<int> names)
       : root_ranks(std::move(names)), calls(root_ranks.size(), nullptr) {}
@@ -57,7 +57,7 @@ struct Meeting {
                                                : calls[static_cast<std::size_t>(at - root_ranks.begin())];
   }
 
-  /// Why the call of one rank failed where that of another did not, or nothing.
+  /// The error of a round in which some calls failed and others did not, or nothing.
   std::optional<Error> failure_of_some() const {
     const auto has_failed = [](const Call* call) { return call->failure.has_value(); };
     const auto failed = std::ranges::find_if(calls, has_failed);
@@ -67,7 +67,7 @@ struct Meeting {
                  " failed: ", *(*failed)->failure);
   }
 
-  /// The first contradiction between the calls, or nothing.
+  /// The first disagreement between the calls, or nothing.
   std::optional<Error> disagreement() const {
     if (const auto error = failure_of_some()) return error;
     std::ostringstream text;
@@ -104,8 +104,8 @@ struct Root {
   std::mutex mutex;
   milliseconds timeout{0};
   std::atomic<bool> has_failed = false;          // written under mutex
-  std::string failure;                           // "rank 2 failed: why"; empty: no memory was left for it
-  int silent_rank = -1;                          // who failed, where that is empty; -1: nobody knows
+  std::string failure;                           // "rank 2 failed: why"; empty: out of memory
+  int silent_rank = -1;                          // the failed rank, if `failure` is empty; -1: unknown
   std::vector<std::weak_ptr<Meeting>> meetings;  // to wake on failure
 
   std::shared_ptr<Meeting> open_meeting(std::vector<int> root_ranks) {  // mutex held
@@ -119,7 +119,7 @@ struct Root {
     return "rank " + std::to_string(rank) + " failed: " + std::string(reason);
   }
 
-  /// As below; where no memory is left for the words the group has failed without them.
+  /// Fails the group because of `rank`. If no memory is left for the text, the group fails without it.
   void fail(int rank, std::string_view reason) noexcept {  // mutex held
     std::string text;
     try {
@@ -147,7 +147,7 @@ struct Root {
     throw Error(ErrorCode::peer_failed, failure_of(silent_rank, "no memory was left to say why"));
   }
 
-  /// `failure_text`: what ranks at other meetings hear.
+  /// Fails the meeting and its root; `failure_text` is for ranks at other meetings.
   [[noreturn]] void fail_meeting(Meeting& meeting, ErrorCode code, std::string text,
                                  std::string failure_text) {  // mutex held
     meeting.error_code = code;
@@ -161,8 +161,8 @@ struct Root {
     fail_meeting(meeting, code, text, failure_of(meeting.root_ranks[place], text));
   }
 
-  /// Who holds up all, in words: those of `missing` that wait for nobody, and whoever the others wait for in
-  /// turn. Empty if that is `missing` itself.
+  /// Names the ranks that hold up all others: follows the waits from `missing` to the ranks that wait for
+  /// nobody. Empty if these are `missing` themselves.
   std::string culprits(const std::vector<int>& missing) const {  // mutex held
     std::set<int> known(missing.begin(), missing.end());
     std::vector<int> open = missing;
@@ -189,8 +189,8 @@ struct Root {
     return found == missing ? "" : ", held up by " + rank_names(found);
   }
 
-  /// Blocks until everybody is here and the data has moved. `plan(calls)` is called by the last to arrive,
-  /// mutex held, and returns the Move to do; what it throws is everybody's error.
+  /// Blocks until all ranks are here and the data has moved. The last to arrive calls `plan(calls)`, mutex
+  /// held, which returns the Move; its exception is the error of all ranks.
   template <class Plan>
   void meet(Meeting& meeting, std::size_t place, Call& call, Plan&& plan) {
     std::unique_lock lock(mutex);
@@ -209,10 +209,10 @@ struct Root {
         if (const auto error = meeting.disagreement()) throw Error(*error);
         meeting.move = plan(std::as_const(meeting.calls));
       } catch (const Error& error) {
-        if (error.code() == ErrorCode::peer_failed)  // which says who
+        if (error.code() == ErrorCode::peer_failed)  // already names the failed rank
           fail_meeting(meeting, error.code(), error.what(), error.what());
         fail_meeting(meeting, place, error.code(), error.what());
-      } catch (...) {  // out of memory: as if this rank had not come, whose call ends here
+      } catch (...) {  // out of memory: withdraw this rank's call, as if it had not arrived
         meeting.calls[place] = nullptr;
         --meeting.arrived;
         throw;
@@ -225,7 +225,7 @@ struct Root {
     } else {
       try {
         gather(meeting, place, call, round, lock);
-      } catch (...) {  // what others would find of this rank's call ends here
+      } catch (...) {  // withdraw the call: its memory ends with this frame
         if (meeting.round == round && !meeting.is_moving) {
           meeting.calls[place] = nullptr;
           --meeting.arrived;
@@ -234,7 +234,7 @@ struct Root {
       }
       if (meeting.round == round && has_units(meeting)) help(meeting, lock);
     }
-    // The move is bounded and reads this rank's memory: nothing may interrupt it, also not an abort.
+    // A move is bounded and reads this rank's memory, so nothing may interrupt it, not even an abort.
     meeting.changed.wait(lock, [&] { return meeting.round != round; });
   }
 
@@ -243,7 +243,7 @@ struct Root {
     return meeting.is_moving && meeting.next_unit.load(std::memory_order_relaxed) < meeting.move.units();
   }
 
-  /// Waits until the data of this round moves or has moved.
+  /// Waits until the data of this round is moving or has moved.
   void gather(Meeting& meeting, std::size_t place, const Call& call, std::uint64_t round,
               std::unique_lock<std::mutex>& lock) {
     Patience patience(deadline_after(timeout));
@@ -267,7 +267,7 @@ struct Root {
     throw_if_failed();
   }
 
-  /// Does units until none is left; the last to leave closes the round.
+  /// Does units until none is left. The last rank to leave closes the round.
   void help(Meeting& meeting, std::unique_lock<std::mutex>& lock) {
     ++meeting.inside;
     lock.unlock();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The data movement that answers a meeting of ranks on the host.
+// The data movement of one meeting of ranks on the host.
 #pragma once
 
 #include <algorithm>
@@ -20,15 +20,15 @@ namespace helix::comm {
 inline constexpr std::int64_t kPieceElements = 8192;
 /// Bytes in a unit of a copy.
 inline constexpr std::int64_t kPieceBytes = 64 * 1024;
-/// Bytes of a move from which on waking the other ranks to help pays.
+/// From this many bytes on, waking the other ranks to help pays off.
 inline constexpr std::int64_t kSharedMoveBytes = 512 * 1024;
 
 inline std::int64_t pieces(std::int64_t count, std::int64_t piece) {
   return (count + piece - 1) / piece;
 }
 
-/// The data movement of one meeting, cut into units that any rank may do, in any order. A unit reads
-/// everything that it overwrites, so `in == out` needs no scratch.
+/// The data movement of one meeting, cut into units that any rank may do in any order. A unit reads
+/// everything that it overwrites before it writes, so `in == out` needs no scratch.
 class Move {
  public:
   Move() = default;

@@ -18,7 +18,7 @@ enum class Operation {
   barrier,
   split,
   allocate_window,
-  kernel  ///< That is no collective, but reaches the peers as one.
+  kernel  ///< Not a collective, but meets the peers like one.
 };
 
 inline std::string_view to_string(Operation operation) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks that a message is about, which are never none.
+// Names ranks in error messages; the list of ranks must not be empty.
 #pragma once
 
 #include <span>
@@ -9,7 +9,7 @@
 
 namespace helix::comm {
 
-/// The failure of a job where no memory was left for the message that names the rank.
+/// The failure of a job that had no memory left for a message that names the rank.
 inline constexpr const char* kUnnamedFailure =
     "a rank of the job has failed; no memory was left to say which";
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rank 0's side of the rendezvous: everybody who connects is heard side by side, and only ranks of the job
-// count.
+// The rendezvous on rank 0: serves all connections concurrently, and counts only ranks of the job.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -24,10 +23,10 @@
 namespace helix::comm {
 namespace {
 
-constexpr milliseconds kVisit{5000};         // from the connection to the whole Hello
-constexpr std::size_t kSpareVisitors = 256;  // beside those that the job itself may bring
+constexpr milliseconds kVisit{5000};         // from the connection to the complete Hello
+constexpr std::size_t kSpareVisitors = 256;  // in addition to the job's own connections
 
-/// Somebody who has connected and not yet said who it is.
+/// A connection that has not yet said which rank it is.
 struct Visitor {
   Socket socket;
   Challenge challenge;
@@ -38,7 +37,7 @@ struct Visitor {
   std::span<const std::byte> said() const { return std::span(bytes).first(num_bytes); }
 };
 
-/// A fixed message to a peer that reads: false if it does not fit into the socket's buffer.
+/// Sends a message without blocking; false if it does not fit into the socket's buffer.
 template <class Message>
 bool send_now(const Socket& socket, const Message& message) {
   return ::send(socket.fd(), &message, sizeof(message), MSG_NOSIGNAL | MSG_DONTWAIT) ==
@@ -80,7 +79,7 @@ class Reception {
     std::string text;
   };
 
-  /// Sleeps until somebody connects, speaks or leaves, and deals with it.
+  /// Sleeps until a connection arrives, sends or closes, then handles it.
   void wait() {
     entries_.clear();
     const auto listen_to = [&](const Socket& socket) {
@@ -98,7 +97,7 @@ class Reception {
     HELIX_EXPECTS(status >= 0 || errno == EINTR, ErrorCode::io, "poll failed: ", words_of(errno));
     if (status < 0) return;
 
-    // What is handled moves nothing that is still to be looked up: newcomers are added last.
+    // Handlers do not move entries that are still to be looked up: new visitors are added last.
     const std::size_t first_visitor = listeners_.size();
     const std::size_t first_rank = first_visitor + visitors_.size();
     for (std::size_t i = first_rank; i < entries_.size(); ++i) {
@@ -120,7 +119,7 @@ class Reception {
     ++num_strangers_;
   }
 
-  /// Accepts who waits at the door. Where there is no room, who has been silent the longest must leave.
+  /// Accepts waiting connections. If there is no room, drops the visitor that has been silent longest.
   void admit(const Socket& listener) {
     const std::size_t most = kSpareVisitors + 2 * processes_.size();
     for (std::size_t i = 0; i < most; ++i) {
@@ -143,7 +142,7 @@ class Reception {
     }
   }
 
-  /// Takes what the visitor says, no byte past a Hello.
+  /// Reads what the visitor sent, no byte past a Hello.
   void hear(Visitor& visitor) {
     const ssize_t received = ::recv(visitor.socket.fd(), visitor.bytes.data() + visitor.num_bytes,
                                     visitor.bytes.size() - visitor.num_bytes, MSG_DONTWAIT);
@@ -167,11 +166,11 @@ class Reception {
     seat(std::exchange(visitor.socket, Socket()), *hello);
   }
 
-  /// A process of the job: gives it its place, or keeps what is wrong with it for the verdict.
+  /// Gives a process of the job its place, or records for the verdict what is wrong with it.
   void seat(Socket socket, const Hello& hello) {
     std::optional<std::string> objection = contradiction(hello);
     expected_ =
-        std::max(expected_, std::min(hello.size, static_cast<int>(kMaxRanks)));  // they should all hear of it
+        std::max(expected_, std::min(hello.size, static_cast<int>(kMaxRanks)));  // all should hear of it
     if (hello.rank >= 1 && hello.rank < expected_) heard_.insert({hello.rank, hello.channel});
     if (!objection) {
       const auto rank = static_cast<std::size_t>(hello.rank);
@@ -184,7 +183,7 @@ class Reception {
     if (refused_.size() < kSpareVisitors + 2 * processes_.size()) refused_.push_back(std::move(socket));
   }
 
-  /// Others of the job may be on their way and should hear of it too, but soon.
+  /// Records the first objection. Others on their way should hear it too, so waits for them briefly.
   void object(ErrorCode code, std::string text) {
     if (wrong_) return;
     wrong_ = Objection{code, std::move(text)};
@@ -213,11 +212,11 @@ class Reception {
     return text.str();
   }
 
-  /// A rank with a place says nothing before the verdict: it has left, or lost its way.
+  /// A rank with a place sends nothing before the verdict, so an event here means that it left or misbehaves.
   void notice_departure(std::size_t place) {
     const std::size_t rank = place % processes_.size();
     auto& places = place < processes_.size() ? connections_.control : connections_.watch;
-    if (!places[rank].is_open()) return;  // seated anew just now
+    if (!places[rank].is_open()) return;  // replaced by a new connection just now
     char byte = 0;
     const ssize_t received = ::recv(places[rank].fd(), &byte, 1, MSG_DONTWAIT | MSG_PEEK);
     if (received < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return;
@@ -260,12 +259,12 @@ class Reception {
   const JobKey key_;
   Clock::time_point deadline_;
   std::vector<Socket> listeners_;
-  std::deque<Visitor> visitors_;  // in the order in which they came
-  int expected_;                  // ranks of the job, as the one says that counts the most
+  std::deque<Visitor> visitors_;  // oldest first
+  int expected_;                  // ranks of the job, by the largest size that any rank claims
   std::set<std::pair<int, Channel>> heard_;
   std::vector<std::optional<Nonce>> processes_;  // by rank
   Connections connections_;
-  std::vector<Socket> refused_;  // told at the end, like all
+  std::vector<Socket> refused_;  // get the verdict at the end, like all ranks
   std::optional<Objection> wrong_;
   std::size_t num_strangers_ = 0;
   std::size_t num_unproven_ = 0;

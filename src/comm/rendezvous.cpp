@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The other ranks' side of the rendezvous.
+// The rendezvous on ranks other than 0.
 #include "comm/rendezvous.hpp"
 
 #include <array>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr milliseconds kGreeting{5000};  // rank 0 greets at once, unless it is busy or no rank 0
 
-/// Receives one message of a fixed size; nothing where the transfer or `read` fails.
+/// Receives one message of a fixed size; returns nothing if the transfer or `read` fails.
 template <class Message, class Read>
 std::optional<Message> recv_message(const Socket& socket, Clock::time_point deadline, Read&& read,
                                     Transfer& transfer) {
@@ -28,7 +28,7 @@ std::optional<Message> recv_message(const Socket& socket, Clock::time_point dead
   return transfer == Transfer::done ? read(bytes) : std::nullopt;
 }
 
-/// Answers rank 0's challenge; false with a reason where the listener is not (yet) rank 0 of this job.
+/// Answers rank 0's challenge. Returns false with a reason if the listener is not (yet) rank 0 of this job.
 /// @throws Error(invalid_argument) if rank 0 says that this process is not of its job.
 bool introduce(const BootstrapOptions& options, const JobKey& key, Hello hello, const Socket& socket,
                Clock::time_point deadline, std::string& reason) {
@@ -42,8 +42,8 @@ bool introduce(const BootstrapOptions& options, const JobKey& key, Hello hello, 
     return false;
   }
   hello.proof = key.proof_of(hello, *challenge, hello.process);
-  (void)send_all(socket.fd(), &hello, sizeof(hello), deadline, kKeepWaiting);  // a failure shows below
-  // Until the deadline: who leaves after it was accepted counts as failed.
+  (void)send_all(socket.fd(), &hello, sizeof(hello), deadline, kKeepWaiting);  // recv reports a failure
+  // Wait until the deadline: rank 0 counts a rank that leaves once it is accepted as failed.
   const auto reply = recv_message<Reply>(socket, deadline, read_reply, transfer);
   if (!reply) {
     reason = transfer == Transfer::late ? "it did not answer" : "the connection was closed";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bounded wait for calls that other libraries make without bound.
+// Bounds the wait for calls of other libraries that may never return.
 #pragma once
 
 #include <condition_variable>
@@ -13,9 +13,9 @@
 
 namespace helix::comm {
 
-/// Runs `body`, which may wait for other ranks without bound, on a thread of its own. Past the deadline, or
-/// when `give_up()` throws, that thread is left behind; `body` must own all that it uses.
-/// Returns whether it finished in time.
+/// Runs `body`, which may wait for other ranks without bound, on its own thread. Past the deadline, or when
+/// `give_up()` throws, abandons that thread; `body` must therefore own everything that it uses. Returns
+/// whether `body` finished in time.
 template <class Body, class GiveUp>
 bool run_bounded(milliseconds timeout, Body body, GiveUp&& give_up) {
   struct Outcome {
@@ -28,7 +28,7 @@ bool run_bounded(milliseconds timeout, Body body, GiveUp&& give_up) {
   start_thread("the thread of a call that may wait without end", [outcome, body = std::move(body)]() mutable {
     std::exception_ptr failure;
     try {
-      Body own = std::move(body);  // and what it owns is given back before it counts as done
+      Body own = std::move(body);  // destroyed, with all it owns, before is_done is set
       own();
     } catch (...) {
       failure = std::current_exception();

@@ -17,10 +17,10 @@
 
 namespace helix::comm {
 
-/// How often a wait looks at what else may end it.
+/// How often a wait checks whether something else ends it.
 inline constexpr milliseconds kPollSlice{100};
 
-/// The words for an errno.
+/// The text of an errno.
 std::string words_of(int error);
 
 class Socket {
@@ -37,27 +37,26 @@ class Socket {
   }
   int fd() const { return fd_; }
   bool is_open() const { return fd_ >= 0; }
-  /// The descriptor, which is the caller's from now on.
+  /// Returns the descriptor, which the caller then owns.
   int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_ = -1;
 };
 
-/// Messages leave at once, however short.
+/// Sends short messages at once too (TCP_NODELAY).
 void send_without_delay(const Socket& socket);
 
-/// Waits until the socket has one of `events`, at most until the deadline; false: it has none, and the
-/// deadline is past.
+/// Waits until the socket has one of `events`. Returns false if the deadline passes first.
 bool wait_for(int fd, short events, Clock::time_point deadline);
 
 enum class Transfer { done, closed, late };
 
-/// For waits that nothing else ends.
+/// A `keep_waiting` for waits that only their deadline ends.
 inline constexpr auto kKeepWaiting = [] {};
 
-/// Asks `keep_waiting()`, which may throw, and waits a moment until the socket has one of `events`;
-/// false: the patience is over.
+/// Calls `keep_waiting()`, which may throw, then waits briefly for one of `events`. Returns false once the
+/// patience is over.
 template <class KeepWaiting>
 bool wait_a_slice(int fd, short events, Patience& patience, KeepWaiting&& keep_waiting) {
   keep_waiting();
@@ -66,8 +65,8 @@ bool wait_a_slice(int fd, short events, Patience& patience, KeepWaiting&& keep_w
   return true;
 }
 
-/// Sends all of `rest`, which afterwards is what was not sent. `keep_waiting()` is asked a few times a second
-/// and may throw.
+/// Sends `rest` and advances it past what was sent. Calls `keep_waiting()`, which may throw, a few times a
+/// second.
 template <class KeepWaiting>
 Transfer send_rest(int fd, std::span<const std::byte>& rest, Clock::time_point deadline,
                    KeepWaiting&& keep_waiting) {
@@ -93,7 +92,7 @@ Transfer send_all(int fd, const void* data, std::size_t bytes, Clock::time_point
   return send_rest(fd, rest, deadline, keep_waiting);
 }
 
-/// Receives exactly `bytes`. `keep_waiting()` is asked a few times a second and may throw.
+/// Receives exactly `bytes`. Calls `keep_waiting()`, which may throw, a few times a second.
 template <class KeepWaiting>
 Transfer recv_all(int fd, void* data, std::size_t bytes, Clock::time_point deadline,
                   KeepWaiting&& keep_waiting) {

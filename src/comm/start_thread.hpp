@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread with a stack of its own size, or an error that says which one the system refused.
+// Starts a thread with a chosen stack size; an error says which thread the system refused.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,14 @@
 
 namespace helix::comm {
 
-/// Bytes of a thread's stack at least. std::thread's has what RLIMIT_STACK (ulimit -s) said when the process
-/// began, and the kernels of products keep tiles of 300 KiB on it.
+/// Least stack of a thread in bytes. A std::thread gets RLIMIT_STACK (ulimit -s) of the time when the process
+/// began, and the kernels of products keep tiles of 300 KiB on the stack.
 inline constexpr std::size_t kMinStackBytes = std::size_t{2} << 20;
-/// Bytes below a stack that end the process when they are touched: more than any frame, which could reach
-/// past a page into the memory of others.
+/// Bytes of guard below a stack, which end the process when touched. Larger than any frame: a frame can reach
+/// past a guard of one page into other memory.
 inline constexpr std::size_t kStackGuardBytes = std::size_t{1} << 20;
 
-/// As std::thread, for start_thread().
+/// A std::thread for start_thread().
 class Thread {
  public:
   Thread() = default;
@@ -49,7 +49,7 @@ class Thread {
   std::optional<pthread_t> handle_;
 };
 
-/// Starts `body` on a thread that is `what`; an exception that leaves it ends the program.
+/// Starts `body` on a thread that errors call `what`. An exception that leaves `body` ends the program.
 /// @throws Error(capacity) if the system has no thread to give.
 template <class Body>
 Thread start_thread(std::string_view what, Body&& body) {

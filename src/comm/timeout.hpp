@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The clock, the limit and the words of a bounded wait for other ranks.
+// The clock, the deadlines and the patience of bounded waits for other ranks.
 #pragma once
 
 #include <chrono>
@@ -11,33 +11,33 @@ namespace helix::comm {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// The time as messages tell it.
+/// The time in seconds, for messages.
 inline double seconds(milliseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
-/// The timeout, at most ten years: a clock cannot count much further, and would wrap around.
+/// The timeout, limited to ten years: a much longer one would overflow the clock.
 inline constexpr milliseconds bounded(milliseconds timeout) {
   constexpr milliseconds kLongest = std::chrono::hours(10 * 365 * 24);
   return timeout < kLongest ? timeout : kLongest;
 }
 
-/// When a wait that begins now ends.
+/// The end of a wait that begins now.
 inline Clock::time_point deadline_after(milliseconds timeout) {
   return Clock::now() + bounded(timeout);
 }
 
-/// The end of a wait. It is put off where this process slept meanwhile, stopped by a signal or with its
-/// machine, as its peers may have slept with it: by as long as it slept, or once, where that was long, to
-/// begin anew. Only a look that comes late shows that the process slept, so a waiter must wake at next_look()
-/// at the latest.
+/// The deadline of a wait, extended if this process slept meanwhile (stopped by a signal, or with its
+/// machine), because its peers may have slept too. It is extended by the time slept; the first long sleep
+/// restarts the whole wait. A sleep shows only as a late call of is_over(), so a waiter must wake at
+/// next_look() at the latest.
 class Patience {
  public:
   explicit Patience(Clock::time_point deadline)
       : deadline_(deadline), whole_(deadline - Clock::now()), next_look_(Clock::now() + kBetweenLooks) {}
 
   Clock::time_point deadline() const { return deadline_; }
-  /// When is_over() is to be asked again, at the latest.
+  /// The latest time at which to call is_over() again.
   Clock::time_point next_look() const { return deadline_ < next_look_ ? deadline_ : next_look_; }
 
   bool is_over() {
@@ -55,7 +55,7 @@ class Patience {
 
  private:
   static constexpr milliseconds kBetweenLooks{50};
-  static constexpr milliseconds kOverslept{250};  ///< Load alone makes a look late by less.
+  static constexpr milliseconds kOverslept{250};  ///< System load alone delays a look by less.
 
   Clock::time_point deadline_;
   Clock::duration whole_;

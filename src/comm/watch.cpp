@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heartbeats, and who is named by their absence.
+// Sends heartbeats, and names the ranks whose heartbeats are missing.
 #include "comm/watch.hpp"
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace helix::comm {
 namespace {
 
-/// Not by a stream, which would cut the text where memory runs out, and not throw.
+/// Does not use a stream: when memory runs out, a stream truncates the text and does not throw.
 std::string place_of(const Beat& beat) {
   const bool is_known = beat.operation.front() != '\0';
   return message({is_known ? "in " : "", beat.operation.data(), is_known ? " " : "", "at step ", beat.step,
@@ -26,19 +26,19 @@ bool has_moved(const Beat& from, const Beat& to) {
   return from.step != to.step || from.operations != to.operations;
 }
 
-/// The earlier of two times, of which 0 is none.
+/// The earlier of two times; 0 means none.
 Clock::rep earlier(Clock::rep one, Clock::rep other) {
   return one == 0 || other == 0 ? std::max(one, other) : std::min(one, other);
 }
 
-/// Puts the begin of a wait off to `now`, unless it ends meanwhile.
+/// Moves the start of a wait to `now`, unless the wait ends meanwhile.
 void begin_anew(std::atomic<Clock::rep>& begin, Clock::time_point now) {
   Clock::rep since = begin.load(std::memory_order_relaxed);
   if (since != 0) begin.compare_exchange_strong(since, now.time_since_epoch().count());
 }
 
-/// A heartbeat fits in the socket's buffer unless the peer has stopped reading for minutes; then it is
-/// dead, and is not waited for longer than this.
+/// A heartbeat fits in the socket's buffer unless the peer has stopped reading for minutes. Such a peer is
+/// dead, so a send waits no longer than this.
 constexpr milliseconds kSending{200};
 
 }  // namespace
@@ -69,7 +69,7 @@ void Watch::set_failure(std::string_view text) noexcept {
   try {
     error = Error(ErrorCode::peer_failed, text);
   } catch (...) {
-    // Out of memory for the words: that there is a failure is told all the same.
+    // Out of memory for the text: report the failure without it.
   }
   std::vector<std::function<void(const Error&)>> to_call;
   {
@@ -83,7 +83,7 @@ void Watch::set_failure(std::string_view text) noexcept {
     try {
       callback(error);
     } catch (...) {
-      // Out of memory: the others are called still, and whoever asks learns of the failure.
+      // Out of memory: still call the others. Whoever checks later learns of the failure.
     }
   }
 }
@@ -208,8 +208,8 @@ std::optional<Lag> Watch::find_absent() const {
 }
 
 void Watch::check_lag() {
-  // A rank that has missed some heartbeats may be the one that all others wait for: its silence will tell, or
-  // its next heartbeat.
+  // A rank that has missed some heartbeats may be the one that all others wait for. Its silence or its next
+  // heartbeat will tell.
   constexpr int kMissed = 3;
   const auto is_unheard = [&](const Peer& peer) {
     return peer.is_watched && awake_ - peer.last_heard > kMissed * options.heartbeat;
@@ -239,7 +239,7 @@ void Watch::tell_own_failure() {
 
 void Watch::stay_awake() {
   const Clock::time_point before = std::exchange(awake_, Clock::now());
-  if (awake_ - before <= options.timeout / 2) return;  // no step takes more than a quarter
+  if (awake_ - before <= options.timeout / 2) return;  // one step takes at most a quarter
   for (Peer& peer : peers) peer.last_heard = awake_;
   begin_anew(waiting_since, awake_);
   begin_anew(exchange_since, awake_);
@@ -271,7 +271,7 @@ void Watch::give_up(const char* why) noexcept {
   try {
     tell_all(beat);
   } catch (...) {
-    // They see the end of this process.
+    // The peers see this process end.
   }
   set_failure(beat.text.data());
 }
@@ -286,7 +286,7 @@ void Watch::run() noexcept {
     } catch (...) {
       give_up("an exception");
     }
-    std::this_thread::sleep_for(milliseconds(10));  // what throws once may throw in each turn
+    std::this_thread::sleep_for(milliseconds(10));  // an error may repeat each turn: do not spin
   };
   while (!is_stopping.load(std::memory_order_acquire)) guarded([this] { turn(); });
   guarded([this] {

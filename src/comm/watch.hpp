@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread of each process that sends heartbeats, listens to those of others, and says who has failed.
+// The thread of each process that sends heartbeats, receives those of its peers, and decides who has failed.
 #pragma once
 
 #include <array>
@@ -27,24 +27,25 @@
 
 namespace helix::comm {
 
-/// The other end of a watch connection, as its last heartbeat told.
+/// The other end of a watch connection, as its last heartbeat described it.
 struct Peer {
   Socket socket;
   int rank = 0;
-  bool is_watched = true;  // not any more after a farewell
+  bool is_watched = true;  // false after a farewell
   Beat last;
   Clock::time_point last_heard = Clock::now();
-  Clock::time_point last_moved = Clock::now();  // to another step or operation
+  Clock::time_point last_moved = Clock::now();  // to another step or operation, by its heartbeats
   std::array<std::byte, sizeof(Beat)> incoming{};
   std::size_t num_incoming = 0;
   std::array<std::byte, sizeof(Beat)> outgoing{};
-  std::size_t num_unsent = 0;  // of its last bytes
+  std::size_t num_unsent = 0;  // at the end of `outgoing`
 };
 
-/// Shared with the watching thread, which outlives Bootstrap when it drops the last copy itself.
+/// State shared with the watching thread. That thread may outlive the Bootstrap, if it drops the last copy
+/// itself.
 struct Watch {
   BootstrapOptions options;
-  std::vector<Peer> peers;  // the thread's alone
+  std::vector<Peer> peers;  // used by the watching thread only
   Socket wake{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   std::atomic<bool> is_stopping = false;
 
@@ -53,8 +54,8 @@ struct Watch {
   std::atomic<const char*> operation = "start";
   std::atomic<Clock::rep> waiting_since = 0;  // 0: not waiting
 
-  // The transfer that broadcast(), gather() or barrier() is at: a wait as well, maybe inside the one above.
-  std::atomic<Clock::rep> exchange_since = 0;  // 0: at none
+  // The transfer of broadcast(), gather() or barrier(): a wait too, maybe inside the one above.
+  std::atomic<Clock::rep> exchange_since = 0;  // 0: none
   std::atomic<const char*> exchange = "";
   std::atomic<int> exchange_peer = -1;  // -1: none
 
@@ -62,65 +63,69 @@ struct Watch {
   std::atomic<bool> has_failed = false;
   const Error unnamed{ErrorCode::peer_failed, kUnnamedFailure};
   Error failure = unnamed;          // copies share the text
-  std::optional<Beat> own_failure;  // to be told to the others
-  std::condition_variable told;     // it has been
+  std::optional<Beat> own_failure;  // not yet told to the others
+  std::condition_variable told;     // own_failure has been told
   std::vector<std::function<void(const Error&)>> callbacks;
 
-  /// Takes the memory that the thread needs while nothing fails, before it starts.
+  /// Allocates, before the thread starts, the memory that it needs while nothing fails.
   void reserve();
-  /// The thread: until `is_stopping`, then says farewell. What it throws ends the job, not the process.
+  /// Body of the thread: runs until `is_stopping`, then says farewell. Its exceptions end the job, not the
+  /// process.
   void run() noexcept;
   /// Ends the thread's sleep.
   void wake_up() const;
 
-  /// Begins a transfer with `peer`, for which this rank waits until end_exchange(); `name` is a literal.
+  /// Begins a transfer with `peer`; this rank counts as waiting until end_exchange(). `name` is a string
+  /// literal.
   void begin_exchange(const char* name, int peer);
   void end_exchange();
 
-  /// The first failure wins. Callbacks are called without the mutex, each whatever the others throw.
+  /// Sets the failure unless one is set. Calls the callbacks without the mutex; one that throws stops no
+  /// other.
   void set_failure(std::string_view text) noexcept;
-  /// The message that this rank has failed, as `text` says.
+  /// The heartbeat that says that this rank has failed, with `text`.
   Beat failure_beat(std::string_view text) const;
-  /// Where this rank stands.
+  /// The heartbeat that describes this rank now.
   Beat own_beat(Clock::time_point now = Clock::now()) const;
   /// "rank 1 of 2 failed in all_reduce at step 7 (operation 1): " and `what`.
   std::string describe(const Beat& beat, std::string_view what) const;
 
  private:
-  /// Heartbeats and checks that are due, then a sleep.
+  /// Sends heartbeats and makes checks that are due, then sleeps.
   void turn();
-  /// Ends the job because this thread cannot go on; takes no memory.
+  /// Ends the job because this thread cannot continue; allocates nothing.
   void give_up(const char* why) noexcept;
-  /// Notes the time, between any two steps that take long. Where this process itself slept since the last
-  /// time, stopped by a signal or with its machine, nobody has been silent, and no wait has lasted.
+  /// Notes the time; called between any two steps that may take long. If the process itself slept since the
+  /// last call (stopped by a signal, or with its machine), restarts all silences and waits.
   void stay_awake();
   void tell_all(const Beat& beat);
-  /// Sends the beat, after what is left of the one before; a peer that takes neither misses this one.
+  /// Sends what is left of the previous heartbeat, then this one. A peer that does not take them misses this
+  /// one.
   void tell(Peer& peer, const Beat& beat) const;
   void tell_own_failure();
-  /// Ends the job on this rank, and on all others where this is rank 0.
+  /// Ends the job on this rank; rank 0 ends it on all others too.
   void judge(std::string_view text);
   void handle(Peer& peer, const Beat& beat);
   void receive(Peer& peer);
-  /// Closes the connection of a peer, which has failed unless it has said farewell.
+  /// Closes the connection of a peer. The peer has failed unless it said farewell.
   void lose(Peer& peer, std::string_view why);
   void check_silence();
-  /// Rank 0: somebody waits too long, and somebody else keeps it waiting.
+  /// Rank 0 only: ends the job if a rank has waited too long and another rank keeps it waiting.
   void check_lag();
-  /// Takes where all ranks stand into standings_, by rank.
+  /// Fills standings_, by rank.
   void look_around();
-  /// The rank with which rank 0 is at a transfer, where somebody has waited too long and that rank waits for
-  /// nobody. Who keeps the others waiting is known then, whoever else waits for nobody: in an exchange all
-  /// wait for rank 0, or are done with it.
+  /// The peer of rank 0's current transfer, if some rank has waited for the timeout and that peer waits for
+  /// nobody. It is to blame even if other ranks wait for nobody too: in an exchange all ranks either wait for
+  /// rank 0 or are done with it.
   std::optional<Lag> find_absent() const;
   /// Sleeps until a message, a wake-up or the next heartbeat, and handles what came.
   void wait_for_messages();
 
   Clock::time_point next_beat_ = Clock::now();
-  Clock::time_point awake_ = Clock::now();       // what is judged counts to here: a sleep is behind it
-  Clock::time_point last_moved_ = Clock::now();  // this rank, as a Peer's
+  Clock::time_point awake_ = Clock::now();       // end of the time that checks count; excludes sleeps
+  Clock::time_point last_moved_ = Clock::now();  // of this rank, as in Peer
   Beat last_beat_;
-  std::vector<pollfd> entries_;  // the wake-up, then the peers
+  std::vector<pollfd> entries_;  // the wake-up descriptor, then the peers
   std::vector<Standing> standings_;
 };
 

@@ -22,13 +22,13 @@ bool detect() noexcept {
   if (is_switched_off("HELIX_AMX") || !has_avx512()) return false;
   const unsigned features = CpuId(7, 0).edx;
   if ((features & kBf16) == 0 || (features & kTiles) == 0) return false;
-  // The tiles' state is large: Linux saves it for processes that ask.
+  // The tile state is large, so Linux saves it only for processes that ask.
   constexpr long kRequestPermission = 0x1023;
   constexpr long kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-/// f32 as the sum of three bf16, each in the upper half of its lane; exact.
+/// An f32 as the exact sum of three bf16, each in the upper half of its lane.
 struct Split {
   __m512i part[3];
 };
@@ -37,7 +37,7 @@ HELIX_AVX512 Split split(__m512 x) noexcept {
   const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   Split result;
   result.part[0] = _mm512_and_si512(_mm512_castps_si512(x), mask);
-  // inf - inf would be NaN: an infinity is all in its first part.
+  // inf - inf would be NaN, so an infinity is entirely in its first part.
   const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(__builtin_inff()), _CMP_LT_OQ);
   const __m512 rest = _mm512_maskz_sub_ps(finite, x, _mm512_castsi512_ps(result.part[0]));
   result.part[1] = _mm512_and_si512(_mm512_castps_si512(rest), mask);
@@ -45,12 +45,12 @@ HELIX_AVX512 Split split(__m512 x) noexcept {
   return result;
 }
 
-/// Two vectors of upper halves as words: of each 4 lanes the first vector's, then the second's.
+/// Packs the upper halves of two vectors as words: for each 4 lanes the first vector's, then the second's.
 HELIX_AVX512 __m512i pack(__m512i first, __m512i second) noexcept {
   return _mm512_packus_epi32(_mm512_srli_epi32(first, 16), _mm512_srli_epi32(second, 16));
 }
 
-/// Two vectors of upper halves as 32 words in order.
+/// Packs the upper halves of two vectors as 32 words in order.
 HELIX_AVX512 __m512i join(__m512i first, __m512i second) noexcept {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), pack(first, second));
 }
@@ -77,7 +77,7 @@ HELIX_AVX512 void transpose_pairs(__m512i* x) noexcept {
   }
 }
 
-/// What TILELOADCONFIG reads: all eight tiles are 16 lines of 64 bytes.
+/// The operand of TILELOADCONFIG: all eight tiles are 16 lines of 64 bytes.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1;
   std::uint8_t start_line = 0;
@@ -95,7 +95,7 @@ HELIX_AMX void release() noexcept {
   _tile_release();
 }
 
-/// 16 floats of a row, those that `mask` has, times `factor`.
+/// Loads 16 floats of a row, as selected by `mask`, times `factor`.
 HELIX_AVX512 __m512 load_row(const float* from, std::uint32_t mask, __m512 factor) noexcept {
   return _mm512_mul_ps(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from), factor);
 }
@@ -128,8 +128,8 @@ HELIX_AMX void split_full_rows(const float* rows, std::int64_t row_stride, std::
   }
 }
 
-// The columns of the tiles, a pair of words each: of every 4, the first part of two rows, then their second
-// part; the third part, then zeros.
+// Writes the columns of the tiles, as pairs of words. For every 4: the first parts of two rows, then their
+// second parts, the third parts, then zeros.
 HELIX_AMX void split_half_rows(const float* rows, std::int64_t row_stride, std::int64_t num_rows,
                                std::int64_t count, float factor, bf16* parts) noexcept {
   const __m512 f = _mm512_set1_ps(factor);
@@ -150,7 +150,7 @@ HELIX_AMX void split_half_rows(const float* rows, std::int64_t row_stride, std::
   }
 }
 
-/// Adds the columns of split_half_rows() that belong to a row.
+/// Adds the columns of split_half_rows() that belong to the same row.
 HELIX_AVX512 __m256 fold(__m512 x) noexcept {
   const __m512 sum = _mm512_add_ps(x, _mm512_shuffle_ps(x, x, 0x4e));
   const __m512i rows =
@@ -195,8 +195,8 @@ HELIX_AMX void split_columns_of(const float* columns, std::int64_t count, bf16* 
   }
 }
 
-// A part of the f32 rows has sums of its own, so that products need not wait for each other, and so that 8
-// rows and 16 give a row the same bits: (first + third part) + second part.
+// Each part of the f32 rows has its own sums, so that products need not wait for each other, and so that 8
+// rows and 16 rows give a row the same bits: (first + third part) + second part.
 template <int kTiles, bool kHalf>
 HELIX_AMX void multiply_rows_of(const std::byte* rows, std::int64_t row_bytes, const bf16* parts,
                                 std::int64_t steps, float* dots, bool add, Ahead ahead) noexcept {
@@ -224,8 +224,8 @@ HELIX_AMX void multiply_rows_of(const std::byte* rows, std::int64_t row_bytes, c
       }
       parts += 2 * kTile;
     } else {
-      // Two tiles are left, for rows and a part. The parts are loaded again for the next rows, which lie in
-      // one place: rows that are a power of two apart would throw each other out of L1.
+      // Two tiles are left, one for rows and one for a part. The parts are reloaded for the next rows,
+      // because they are contiguous; rows a power of two apart would evict each other from L1.
       _tile_loadd(6, rows, row_bytes);
       _tile_loadd(7, parts, kLineBytes);
       _tile_dpbf16ps(0, 6, 7);
@@ -276,7 +276,7 @@ HELIX_AMX void multiply_rows_of(const std::byte* rows, std::int64_t row_bytes, c
   }
 }
 
-// Even columns: the low halves of both rows' words; odd columns: the high halves. No lane is crossed.
+// Even columns: the low halves of both rows' words; odd columns: the high halves. Crosses no 128-bit lane.
 HELIX_AMX void interleave_rows_of(const bf16* const* rows, std::int64_t count, bf16* tiles) noexcept {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   constexpr int kSelect = 0xca;  // mask ? b : c
@@ -403,7 +403,7 @@ void multiply_columns(const bf16* parts, std::int64_t steps, const bf16* tiles, 
 
 #else
 
-// Never called where available() says no.
+// Never called if available() returns false.
 namespace helix::cpu::amx {
 bool available() noexcept {
   return false;

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files that use tile registers share: how their functions are compiled, and a transposition.
+// What the files that use tile registers share: function attributes and a transposition.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__)
 
 #include <immintrin.h>
 
-// g++ 12 warns of its own header: intrinsics start from vectors left undefined on purpose.
+// g++ 12 warns about its own header, where intrinsics start from vectors that are undefined on purpose.
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-// For functions marked so only: the rest of the program runs on older machines too.
+// Applied to single functions only, because the rest of the program must run on older machines.
 #define HELIX_AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16"), noinline))
 #define HELIX_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"), always_inline)) inline
 
 namespace helix::cpu::amx {
 
-/// The compiler does not know that tile loads read memory.
+/// A compiler barrier: the compiler does not know that tile loads read memory.
 HELIX_AVX512 void barrier() noexcept {
   __asm__ volatile("" ::: "memory");
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations of cpu::Operators that move bytes.
+// The operations of cpu::Operators that copy bytes.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -11,8 +11,7 @@
 namespace helix::cpu {
 namespace {
 
-constexpr std::size_t kInlineUploadBytes =
-    512;  // travels inside the task: a step's positions, ids and tables
+constexpr std::size_t kInlineUploadBytes = 512;  // stored inside the task: a step's positions, ids and tables
 
 int threads_or_all_cores(int num_threads) {
   HELIX_EXPECTS(num_threads >= 0, ErrorCode::invalid_argument, "num_threads is ", num_threads,
@@ -20,7 +19,7 @@ int threads_or_all_cores(int num_threads) {
   return num_threads > 0 ? num_threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
-/// The first `size` bytes are copied, the rest stays untouched.
+/// Storage for a copy of `size` bytes; the rest stays uninitialised.
 struct InlineBytes {
   std::size_t size;
   std::array<std::byte, kInlineUploadBytes> bytes;

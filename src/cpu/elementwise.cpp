@@ -13,14 +13,14 @@
 namespace helix::cpu {
 namespace {
 
-/// Element `index` of a weight vector in its stored type.
+/// Element `index` of a weight vector, converted from its stored type.
 template <class T>
 float weight_at(const WeightView& weight, std::int64_t index) {
   return static_cast<float>(static_cast<const T*>(weight.data)[index]);
 }
 
-/// Mean of squares, in double: the sum of a long row keeps its low bits. Lanes, because one running sum waits
-/// for every addition.
+/// Mean of squares, in double: the sum of a long row keeps its low bits. With a single running sum every
+/// addition would wait for the last.
 float mean_square(const float* x, std::int64_t count) {
   constexpr std::int64_t kLanes = 8;
   std::array<double, kLanes> lanes{};
@@ -87,7 +87,7 @@ void Operators::head_rms_norm(const HeadRmsNormArgs<float>& args, Stream stream)
 
 namespace {
 
-constexpr std::int64_t kPairsAtOnce = 64;  // cosines and sines of one token that stay on the stack
+constexpr std::int64_t kPairsAtOnce = 64;  // cosines and sines of a token kept on the stack
 
 /// Cosines and sines of up to kPairsAtOnce pairs at one position.
 struct Rotation {
@@ -100,7 +100,7 @@ Rotation rotation_at(const RopeView& rope, std::int64_t position, std::int64_t f
   Rotation rotation;
   rotation.count = std::min(kPairsAtOnce, rope.rotary_dim / 2 - first_pair);
   for (std::int64_t i = 0; i < rotation.count; ++i) {
-    // The product rounds to f32 as in the models' own code; its cosine is then exact to f32.
+    // The product is rounded to f32, as in the models' own code; its cosine is then exact to f32.
     const float angle = static_cast<float>(position) * rope.inverse_frequency[first_pair + i];
     const auto at = static_cast<std::size_t>(i);
     rotation.cosine[at] = std::cos(angle) * rope.magnitude;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Operators: packing, checking and combining partial attention between KVP ranks.
+// cpu::Operators: packs, checks and combines partial attention between KVP ranks.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvRows: where a token's K and V rows lie in the pages, and their conversion from and to values.
+// KvRows: finds a token's K and V rows in the pages, and converts them from and to values.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@ inline float scale_of(const float* scales, std::int64_t head) {
   return scales == nullptr ? 1.0f : scales[head];
 }
 
-/// stored = nearest(value / scale). Division, not a product with the inverse: reading a row and storing it
-/// again then gives the same bits.
+/// stored = nearest(value / scale). Divides instead of multiplying by the inverse, so that reading a row and
+/// storing it again gives the same bits.
 template <class T>
 void store_row(const float* values, T* stored, std::int64_t count, float scale) {
   if (scale == 1.0f) {
@@ -39,9 +39,9 @@ inline bool is_page(const KvView& kv, std::int64_t page) {
   return page >= 0 && page < kv.num_pages;
 }
 
-/// The page of local position `local` of the sequence in `slot`. @throws Error(invalid_argument) if the
-/// sequence has no such place in the page table, or the page is not one of the pool's, as where
-/// ShardedKVCache has made no room for the token.
+/// The page of local position `local` of the sequence in `slot`. @throws Error(invalid_argument) if the page
+/// table has no entry for it, or the page is not in the pool, as when ShardedKVCache has made no room for the
+/// token.
 inline std::int64_t page_of(const KvView& kv, std::int32_t slot, std::int64_t local) {
   HELIX_EXPECTS(slot >= 0, ErrorCode::invalid_argument, "local token ", local, " is of the sequence in slot ",
                 slot, "; slots count from 0: take ShardedKVCache::slot()");
@@ -64,23 +64,23 @@ inline std::int64_t page_of(const KvView& kv, std::int32_t slot, std::int64_t lo
   return page;
 }
 
-/// Sees that page_of() finds a page for each local position of `range`, which is not empty. @throws as
-/// page_of().
+/// Checks that page_of() finds a page for each local position of `range`, which is not empty. @throws what
+/// page_of() throws.
 inline void check_pages(const KvView& kv, std::int32_t slot, const TokenRange& range) {
   const std::int64_t page_tokens = kv.format.page_tokens;
-  (void)page_of(kv, slot, range.end - 1);  // the row reaches so far
+  (void)page_of(kv, slot, range.end - 1);  // checks the page table's length
   const std::int32_t* const row = kv.page_table + kv.first_page_of(slot);
   for (std::int64_t i = range.begin / page_tokens; i <= (range.end - 1) / page_tokens; ++i)
     if (!is_page(kv, row[i])) (void)page_of(kv, slot, i * page_tokens);
 }
 
-/// Addresses of rows in the pools of a KvView whose dtype is kDTypeOf<T>.
+/// Row addresses in the pools of a KvView with dtype kDTypeOf<T>.
 template <class T>
 class KvRows {
  public:
   explicit KvRows(const KvView& kv) : kv_(kv) {}
 
-  /// Rows of one token and head from row `from` of k and v (latent: of k alone).
+  /// Stores row `from` of k and v (latent: of k alone) as the rows of one token and head.
   void store(std::int32_t slot, std::int64_t local, std::int64_t head,
              const TensorView<const float, 3>& from_k, const TensorView<const float, 3>& from_v,
              std::int64_t from) const {
@@ -95,7 +95,7 @@ class KvRows {
     }
   }
 
-  /// The same back into row `to` of k and v, as values.
+  /// Loads the rows into row `to` of k and v, as values.
   void load(std::int32_t slot, std::int64_t local, std::int64_t head, const TensorView<float, 3>& to_k,
             const TensorView<float, 3>& to_v, std::int64_t to) const {
     const KvFormat& format = kv_.format;
@@ -110,16 +110,16 @@ class KvRows {
   }
 
  private:
-  /// Key row of `head` for local position `local` of the sequence in `slot` (latent: its first value_dim
-  /// columns); the next page_tokens - local % page_tokens tokens follow, format.k.token apart.
+  /// The key row of `head` for local position `local` of the sequence in `slot` (latent: its first value_dim
+  /// columns). The next page_tokens - local % page_tokens tokens follow with stride format.k.token.
   T* k(std::int32_t slot, std::int64_t local, std::int64_t head) const {
     return row(kv_.k, kv_.format.k, slot, local, head);
   }
-  /// Value row, likewise format.v.token apart; not for latent formats.
+  /// The value row, with stride format.v.token; not for latent formats.
   T* v(std::int32_t slot, std::int64_t local, std::int64_t head) const {
     return row(kv_.v, kv_.format.v, slot, local, head);
   }
-  /// The rest of a latent key row, format.rope.token apart.
+  /// The rope columns of a latent key row, with stride format.rope.token.
   T* rope(std::int32_t slot, std::int64_t local) const {
     return row(kv_.rope, kv_.format.rope, slot, local, 0);
   }
@@ -133,7 +133,7 @@ class KvRows {
   KvView kv_;
 };
 
-/// Rows of DType::fp8_ds_mla, as KvRows.
+/// As KvRows, for rows of DType::fp8_ds_mla.
 class MixedKvRows {
  public:
   explicit MixedKvRows(const KvView& kv) : kv_(kv) {}
@@ -161,7 +161,7 @@ class MixedKvRows {
   KvView kv_;
 };
 
-/// Calls use(rows) with the rows of `kv`, whatever they are of.
+/// Calls use(rows) with the KvRows or MixedKvRows of `kv`.
 template <class Use>
 void with_kv_rows(const KvView& kv, const Use& use) {
   if (kv.format.is_mixed()) return use(MixedKvRows(kv));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Operators: many tokens of one sequence into the KV pages and back.
+// cpu::Operators: moves many tokens of one sequence into the KV pages and back.
 #include <algorithm>
 
 #include <helix/cpu/backend.hpp>
@@ -9,8 +9,8 @@
 namespace helix::cpu {
 namespace {
 
-/// Calls body(local tokens, head) for each head of each page that holds some of `local`, shared among the
-/// threads: within one call the rows are consecutive.
+/// Calls body(local tokens, head) for each head of each page that holds some of `local`, on all threads. The
+/// rows of one call are consecutive in memory.
 template <class Body>
 void for_each_page_head(ThreadPool& pool, const KvView& kv, TokenRange local, const Body& body) {
   if (local.size() <= 0) return;

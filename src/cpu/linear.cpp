@@ -45,7 +45,7 @@ void Operators::linear(const LinearArgs<float>& args, Stream stream) const {
 
 void Operators::router_logits(const RouterLogitsArgs<float>& args, Stream stream) const {
   if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
-  // As exact as can be, whatever the products take: a logit decides experts.
+  // Always as exact as possible, because a logit decides which experts are chosen.
   stream.enqueue([args, pool = pool_] {
     const LinearArgs<float> product = {.in = args.in, .weight = args.weight, .bias = {}, .out = args.out};
     linear::Products(*pool, ProductInputs::f32).multiply(1, [&](std::int64_t) {

@@ -23,7 +23,7 @@ namespace {
 
 constexpr auto kMoveAll = [](const std::vector<Call*>& calls) { return Move(calls); };
 
-/// Queues `call`; a group of one needs only `alone_bytes`, the copy that the operation comes down to.
+/// Queues `call`. A group of one rank only copies `alone_bytes` bytes.
 void enqueue(const std::shared_ptr<Group>& group, int rank, const Call& call, Stream& stream,
              std::int64_t alone_bytes) {
   if (group->size() == 1) {

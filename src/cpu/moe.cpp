@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Operators: choosing experts and running this rank's.
+// cpu::Operators: chooses experts, and runs those of this rank.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -21,13 +21,13 @@ namespace {
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 constexpr auto kMaxExperts = static_cast<std::size_t>(kMaxRoutedExperts);  // bounds stack arrays
 
-/// NaN as -inf: the value NaN marks what has been taken.
+/// Replaces NaN by -inf, because NaN marks experts that have been taken.
 float selectable(float value) {
   return std::isnan(value) ? kMasked : value;
 }
 
-/// Indices of the `count` largest of `scores`, none NaN, best first, the smaller index on ties; each of them
-/// is then NaN.
+/// Indices of the `count` largest of `scores`, best first, the lower index on ties. No score may be NaN; each
+/// chosen score becomes NaN.
 template <class Index>
 void take_best(std::span<float> scores, std::int64_t count, Index* chosen) {
   for (std::int64_t i = 0; i < count; ++i) {
@@ -103,7 +103,7 @@ void route_token(const RouteArgs& args, std::int64_t token) {
   for (std::int64_t i = 0; i < top_k; ++i) weights[i] *= factor;
 }
 
-/// Scratch of expert_ffn. A row is a (token, choice) pair that this rank serves; rows are sorted by expert,
+/// Scratch of expert_ffn. A row is a (token, choice) pair that this rank serves. Rows are sorted by expert,
 /// then token.
 struct ExpertBuffers {
   TensorView<std::int32_t, 1> ends;    // [local experts], one past the expert's last row
@@ -147,7 +147,7 @@ std::int64_t sort_by_expert(const ExpertFfnArgs<float>& args, const ExpertBuffer
   for (std::int64_t expert = 0; expert < num_experts; ++expert) {
     const std::int32_t count = ends[expert];
     if (count > 0) buffers.active(num_active++) = static_cast<std::int32_t>(expert);
-    ends[expert] = begin;  // moves on to the end while the rows are handed out
+    ends[expert] = begin;  // advances to the end while rows are assigned
     begin += count;
   }
   for (std::int64_t token = 0; token < tokens; ++token) {
@@ -159,7 +159,7 @@ std::int64_t sort_by_expert(const ExpertFfnArgs<float>& args, const ExpertBuffer
   return num_active;
 }
 
-/// One projection of all active experts at once: two hand-overs to the threads a layer, not two an expert.
+/// One projection of all active experts at once: two hand-overs to the threads per layer, not two per expert.
 template <class WeightOf>
 void project(const linear::Products& products, const ExpertBuffers& buffers, std::int64_t num_active,
              TensorView<const float, 2> in, TensorView<float, 2> out, const WeightOf& weight_of) {
@@ -175,7 +175,7 @@ void project(const linear::Products& products, const ExpertBuffers& buffers, std
   });
 }
 
-/// Adds a token's weighted expert outputs to its row of out, in increasing expert id whatever the threads do.
+/// Adds a token's weighted expert outputs to its row of out, in increasing expert id regardless of threads.
 void add_experts(const ExpertFfnArgs<float>& args, const ExpertBuffers& buffers, std::int64_t token) {
   const std::int64_t top_k = args.experts.extent(1);
   const std::int64_t hidden = args.in.extent(1);
@@ -220,7 +220,7 @@ void run_experts(const ExpertFfnArgs<float>& args, ThreadPool& pool, ProductInpu
   };
   project(products, buffers, num_active, buffers.in, buffers.gate_up,
           [&](std::int64_t expert) -> const WeightView& { return weights_of(expert).gate_up; });
-  for_each_row(pool, rows, 4 * ffn, [&](std::int64_t row) {  // the exponential makes up for four elements
+  for_each_row(pool, rows, 4 * ffn, [&](std::int64_t row) {  // the exponential costs as much as four elements
     float* gate = &buffers.gate_up(row, 0);
     const float* up = gate + ffn;
     for (std::int64_t i = 0; i < ffn; ++i) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of MPI with checks and deadlines.
+// MPI calls with checks and deadlines.
 #include "cpu/mpi_calls.hpp"
 
 #include <array>
@@ -63,7 +63,7 @@ constexpr int kArrivalTag = 3;
               " s; world rank ", world_rank(), " waited: all ranks of a communicator must construct one");
 }
 
-/// Tells the ranks of `comm` over `herald` that this one has come, and waits until all have.
+/// Tells the ranks of `comm`, over `herald`, that this rank has come; waits until all have.
 void expect_all(MPI_Comm comm, MPI_Comm herald, milliseconds timeout) {
   const std::vector<int> peers = ranks_in(comm, herald);
   const std::vector<int> names = ranks_in(comm, MPI_COMM_WORLD);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MPI's results as errors, and waits for it that end.
+// Converts MPI's results to errors, and bounds waits for it.
 #pragma once
 
 #include <chrono>
@@ -17,24 +17,23 @@ namespace helix::cpu::mpi {
 using comm::Clock;
 using comm::milliseconds;
 
-/// MPI's words for an error.
+/// MPI's text for an error.
 std::string message_of(int code);
 
-/// @throws Error(io) unless MPI_SUCCESS.
+/// @throws Error(io) unless `code` is MPI_SUCCESS.
 void check(int code, std::string_view call);
 
-/// Between MPI_Init and MPI_Finalize.
+/// Whether MPI has been initialised and not finalised.
 bool is_running();
 
 int world_rank();
 
-/// Polls `done` until it holds or the deadline is past and patience over; returns whether it held. Polls once
-/// more then: what was to come may have come.
+/// Polls `done` until it is true, or the deadline has passed and the patience is over; then once more,
+/// because the result may have arrived. Returns whether it was true.
 template <class Done>
 bool poll_until(Clock::time_point deadline, Done&& done) {
   comm::Patience patience(deadline);
-  // Ranks may outnumber cores: yield from the first poll on, and sleep when the peer is clearly busy with its
-  // own work.
+  // Ranks may outnumber cores, so yields from the first poll on, and sleeps once the peer is clearly busy.
   for (int poll = 0;; ++poll) {
     const bool is_last = poll >= 200 && patience.is_over();
     if (done()) return true;
@@ -47,14 +46,13 @@ bool poll_until(Clock::time_point deadline, Done&& done) {
   }
 }
 
-/// Duplicates `comm`, collective, bounded. Says over `herald`, if it is not MPI_COMM_NULL, that this rank has
-/// come, so that the error can name who has not: a communicator of the library's with all of `comm`'s ranks,
-/// or `comm` itself where nobody else can use it yet.
-/// @throws Error(timeout) naming the world ranks that did not come, without a herald those of whom one did
-/// not.
+/// Duplicates `comm`. Collective, bounded. Unless `herald` is MPI_COMM_NULL, announces this rank over it, so
+/// that an error can name the missing ranks. `herald` is a communicator of the library's with all ranks of
+/// `comm`, or `comm` itself if nobody else can use it yet. @throws Error(timeout) naming the world ranks that
+/// did not come; without a herald, the ranks among which one did not come.
 MPI_Comm duplicate(MPI_Comm comm, MPI_Comm herald, milliseconds timeout);
 
-/// The ranks of `comm` as `other` numbers them.
+/// The ranks of `comm` as numbered in `other`.
 std::vector<int> ranks_in(MPI_Comm comm, MPI_Comm other);
 
 }  // namespace helix::cpu::mpi

@@ -35,7 +35,7 @@ MpiComm::MpiComm(MPI_Comm comm, milliseconds timeout) {
     alarm = std::make_shared<mpi::Alarm>();
     alarm->comm = mpi::duplicate(comm, MPI_COMM_NULL, timeout);
   }
-  // The alarm has all of these ranks: it is of the world, or of this communicator.
+  // The alarm's communicator has all of these ranks: it is the world's, or this communicator's.
   MPI_Comm own = mpi::duplicate(comm, alarm->comm, timeout);
   group_ = std::make_shared<Group>(own, timeout, std::move(alarm));
 }
@@ -142,7 +142,7 @@ void MpiComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
 }
 
 void MpiComm::barrier(Stream stream) {
-  // Empty messages between all pairs rather than MPI_Ibarrier: a timeout can then name who is missing.
+  // Empty messages between all pairs, not MPI_Ibarrier: a timeout can then name the missing ranks.
   stream.enqueue([group = group_] {
     const auto none = [](int) { return std::int64_t{0}; };
     group->run_collective(Operation::barrier, [&] {
@@ -156,9 +156,8 @@ void MpiComm::barrier(Stream stream) {
 MpiComm MpiComm::split(int color, int key) {
   std::shared_ptr<Group> part;
   group_->run_collective(Operation::split, [&] {
-    // The bounded gather shows that everybody is here, so that MPI_Comm_split, which waits without bound,
-    // does not wait unless a rank stops just then. It also turns any colors into the non-negative ones that
-    // MPI takes.
+    // The bounded gather shows that all ranks are here, so MPI_Comm_split, which waits without bound, waits
+    // only if a rank stops just then. It also maps any colors to the non-negative ones that MPI requires.
     std::vector<int> colors(static_cast<std::size_t>(size()));
     group_->all_gather(Operation::split, &color, colors.data(), sizeof(int));
     std::sort(colors.begin(), colors.end());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Farewells and signs of life.
+// Sends and receives farewells and signs of life.
 #include "cpu/mpi_farewell.hpp"
 
 #include <thread>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kFarewellTag = 2;
 constexpr milliseconds kPeriod{200};
-// Sent from here, so that a message may leave after its function has returned.
+// Static, because a message may be sent after the function that posted it has returned.
 constexpr char kFarewell = 'f';
 constexpr char kSignOfLife = 'l';
 

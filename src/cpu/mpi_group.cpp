@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages between pairs of ranks, and the collectives that they make.
+// Messages between pairs of ranks, and the collectives built from them.
 #include "cpu/mpi_group.hpp"
 
 #include <array>
@@ -20,18 +20,18 @@ using mpi::posted;
 
 namespace {
 
-/// Bytes of the longest message: MPI's counts are int. Larger transfers go in pieces of this size, which the
-/// MPI library pipelines in smaller ones anyway.
+/// Most bytes of a message, because MPI counts with int. Larger transfers are sent in pieces of this size,
+/// which the MPI library splits further anyway.
 constexpr std::int64_t kMessageBytes = 64 << 20;
 
-/// Distinct tags keep different operations from pairing up with each other: such a mistake is a timeout, not
-/// wrong data. A send pairs up with a recv.
+/// Distinct tags keep different operations from matching each other, so such a mistake is a timeout and not
+/// wrong data. A send matches a recv.
 int tag_of(comm::Operation operation) {
   return 2 + static_cast<int>(operation == comm::Operation::recv ? comm::Operation::send : operation);
 }
 
-/// Calls post(begin, bytes) for each message; an empty transfer is one too, so that differing sizes are
-/// noticed.
+/// Calls post(begin, bytes) for each message. An empty transfer is one message too, so that differing sizes
+/// are detected.
 template <class Post>
 void in_messages(std::int64_t bytes, Post&& post) {
   std::int64_t begin = 0;
@@ -92,7 +92,7 @@ void MpiComm::Group::wait(Operation operation) {
   posted.statuses.resize(posted.requests.size());
   int result = MPI_SUCCESS;
   if (!mpi::poll_until(comm::deadline_after(timeout), [&] { return test_all(result); })) {
-    // Who arrives between the last poll and the look at who is missing has arrived.
+    // A message that arrives between the last poll and this check has arrived in time.
     const std::vector<int> late = late_peers();
     if (!late.empty()) give_up(operation, late);
     (void)test_all(result);  // all are complete
@@ -135,7 +135,7 @@ void MpiComm::Group::check_message(Operation operation, const Posted::Message& m
                                    const MPI_Status& status, int code) const {
   int error_class = MPI_SUCCESS;
   MPI_Error_class(code, &error_class);
-  if (error_class == MPI_ERR_PENDING) return;  // the error is another message's
+  if (error_class == MPI_ERR_PENDING) return;  // another message has the error
   HELIX_EXPECTS(error_class != MPI_ERR_TRUNCATE, ErrorCode::invalid_argument, to_string(operation),
                 ": world rank ", name(message.peer), " sent more than the ", message.bytes,
                 " bytes that world rank ", name(rank), " expects; all must call with the same sizes");

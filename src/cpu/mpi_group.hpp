@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands behind a MpiComm: collectives as nonblocking messages between pairs, polled up to a deadline.
+// The state of a MpiComm: collectives as nonblocking messages between pairs, polled up to a deadline.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +26,8 @@ using comm::milliseconds;
 
 namespace mpi {
 
-/// What one thread has posted and not yet waited for. Kept by thread, so that operations do not allocate each
-/// time.
+/// The messages that one thread has posted and not yet waited for. Kept per thread, so that operations do not
+/// allocate each time.
 struct Posted {
   struct Message {
     int peer;
@@ -35,7 +35,7 @@ struct Posted {
     std::int64_t bytes;
   };
   std::vector<MPI_Request> requests;
-  std::vector<Message> messages;  // what each request is for
+  std::vector<Message> messages;  // what each request belongs to
   std::vector<MPI_Status> statuses;
 
   void clear() {
@@ -44,7 +44,7 @@ struct Posted {
   }
 };
 
-/// What the calling thread has posted.
+/// The messages of the calling thread.
 extern thread_local Posted posted;
 
 }  // namespace mpi
@@ -55,11 +55,11 @@ struct MpiComm::Group {
   MPI_Comm comm = MPI_COMM_NULL;
   int rank = 0;
   int size = 1;
-  std::vector<int> world_ranks;  // by rank, for messages
+  std::vector<int> world_ranks;  // by rank, for error messages
   milliseconds timeout{0};
   std::shared_ptr<mpi::Alarm> alarm;
 
-  std::mutex in_use;               // held by the collective that runs
+  std::mutex in_use;               // held by the running collective
   std::vector<std::byte> scratch;  // other ranks' terms of a sum; grows to the largest
 
   std::mutex failure_mutex;
@@ -67,7 +67,7 @@ struct MpiComm::Group {
   ErrorCode failure_code = ErrorCode::internal;
   std::string failure;
 
-  /// Takes over `own`.
+  /// Takes ownership of `own`.
   Group(MPI_Comm own, milliseconds limit, std::shared_ptr<mpi::Alarm> shared_alarm);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -77,7 +77,7 @@ struct MpiComm::Group {
 
   void check_alive();
 
-  /// Runs `body`; the first failure is remembered for all later calls.
+  /// Runs `body`. The first failure is rethrown by all later calls.
   template <class Body>
   void run(Body&& body) {
     check_alive();
@@ -95,7 +95,7 @@ struct MpiComm::Group {
     }
   }
 
-  /// As run(), for operations of all ranks, of which only one may be under way.
+  /// As run(), for collectives, of which only one may run at a time.
   template <class Body>
   void run_collective(Operation operation, Body&& body) {
     run([&] {
@@ -112,15 +112,15 @@ struct MpiComm::Group {
   void post_recv(void* buffer, std::int64_t bytes, int peer, Operation operation);
   /// Waits for all that this thread posted.
   void wait(Operation operation);
-  /// @throws what MPI found wrong with a message that is done.
+  /// @throws the error that MPI reports for a completed message.
   void check_message(Operation operation, const mpi::Posted::Message& message, const MPI_Status& status,
                      int code) const;
 
-  /// The world ranks whose messages of this thread are not there, each once, ascending.
+  /// The world ranks whose messages for this thread have not arrived; ascending, without duplicates.
   std::vector<int> late_peers() const;
-  /// Whether all that this thread posted is done, with MPI's result.
+  /// Tests whether all messages of this thread are complete; sets `result` to MPI's.
   static bool test_all(int& result);
-  /// Takes the thread's messages back and names those that are late.
+  /// Cancels the thread's messages and throws an error that names the late ranks.
   [[noreturn]] void give_up(Operation operation, const std::vector<int>& late);
 
   std::byte* scratch_of(std::int64_t bytes);
@@ -152,7 +152,7 @@ struct MpiComm::Group {
   /// out[i] = sum over r of terms[r][i], in rank order; terms [size, count].
   void sum(const std::byte* terms, void* out, std::int64_t count, DType dtype) const;
 
-  /// Elements [begin(r), begin(r + 1)) of every rank's `in` go to rank r, which sums them into `out`.
+  /// Sends elements [begin(r), begin(r + 1)) of each rank's `in` to rank r, which sums them into `out`.
   template <class Begin>
   void reduce_slices(Operation operation, const void* in, void* out, DType dtype, Begin&& begin) {
     const auto width = static_cast<std::int64_t>(size_bytes(dtype));
@@ -166,8 +166,8 @@ struct MpiComm::Group {
     sum(terms, out, own_count, dtype);
   }
 
-  /// Sums slices, then gathers them. Whole vectors in one round were tried for short sums: within the noise
-  /// at 2 and 4 ranks, up to twice as slow at 8.
+  /// Sums slices, then gathers them. Exchanging whole vectors in one round was tried for short sums: within
+  /// the noise at 2 and 4 ranks, up to twice as slow at 8.
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype);
 };
 

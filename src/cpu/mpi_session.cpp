@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MpiSession, and the alarm by which ranks end a job.
+// MpiSession, and the alarm with which ranks end a job.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -33,7 +33,7 @@ Alarm::~Alarm() {
 }
 
 void Alarm::raise(std::string_view reason) noexcept {
-  static std::atomic<bool> is_raised = false;  // several groups and threads of this process
+  static std::atomic<bool> is_raised = false;  // shared by all groups and threads of this process
   if (is_raised.exchange(true) || !is_running()) return;
   int rank = 0;
   int size = 1;
@@ -59,7 +59,7 @@ void Alarm::raise(std::string_view reason) noexcept {
     std::this_thread::sleep_for(std::chrono::seconds(2));  // the lower rank ends this process too
   }
   MPI_Abort(comm, EXIT_FAILURE);
-  std::_Exit(EXIT_FAILURE);  // MPI_Abort only promises to do its best
+  std::_Exit(EXIT_FAILURE);  // MPI_Abort is only best effort
 }
 
 void Alarm::speak(std::string_view reason) noexcept {
@@ -67,7 +67,7 @@ void Alarm::speak(std::string_view reason) noexcept {
     const std::lock_guard lock(speaking);
     if (last_words) last_words(reason);
   } catch (...) {
-    // The job ends for `reason`; what could not be said adds nothing.
+    // The job ends for `reason`; ignore a failure to report it.
   }
 }
 
@@ -87,13 +87,13 @@ const char* first_of(std::initializer_list<const char*> variables, const char* o
   return otherwise;
 }
 
-/// As the launcher says: before MPI_Init returns there is nobody else to ask.
+/// This rank according to the launcher. Before MPI_Init returns there is no other source.
 std::string own_rank() {
   return first_of({"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"}, "unknown");
 }
 
-/// Ranks that wait in the same call run out of time together: the lower one speaks, and its end ends the
-/// others.
+/// Extra time by rank. Ranks in the same call would time out together: the lowest reports, and its end ends
+/// the others.
 mpi::milliseconds turn_of(int rank) {
   return mpi::milliseconds(250) * std::clamp(rank, 0, 20);
 }
@@ -108,7 +108,7 @@ std::string waited_in(const char* call, const std::string& rank, mpi::millisecon
 
 struct MpiSession::State {
   mpi::milliseconds timeout;
-  int exceptions = 0;  // in flight when the session began
+  int exceptions = 0;  // number in flight when the session began
   std::optional<mpi::Farewell> farewell;
 };
 
@@ -137,7 +137,7 @@ MpiSession::MpiSession(int* argc, char*** argv, std::chrono::milliseconds timeou
                 ") is needed: use a build of MPI with thread support");
   }
   auto alarm = std::make_shared<mpi::Alarm>();
-  alarm->comm = mpi::duplicate(MPI_COMM_WORLD, MPI_COMM_WORLD, timeout);  // nobody can use the world yet
+  alarm->comm = mpi::duplicate(MPI_COMM_WORLD, MPI_COMM_WORLD, timeout);  // nobody else uses the world yet
   state_->farewell.emplace(alarm->comm);
   mpi::session_alarm() = std::move(alarm);
 }
@@ -170,13 +170,13 @@ int MpiSession::world_size() const {
 }
 
 void MpiSession::abort(std::string_view reason) noexcept {
-  if (!mpi::session_alarm()) {  // already given up, on the way to MPI_Finalize
+  if (!mpi::session_alarm()) {  // given up already, on the way to MPI_Finalize
     std::fprintf(stderr, "helix: a world rank failed: %.*s\n", static_cast<int>(reason.size()),
                  reason.data());
     std::_Exit(EXIT_FAILURE);
   }
   mpi::session_alarm()->raise(reason);
-  // A stream of this process was faster and is about to end it.
+  // Another thread raised the alarm first and is about to end the process.
   std::this_thread::sleep_for(std::chrono::seconds(5));
   std::_Exit(EXIT_FAILURE);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An end for calls of MPI that wait for other ranks without one.
+// Bounds MPI calls that wait for other ranks without limit.
 #pragma once
 
 #include <condition_variable>
@@ -14,8 +14,9 @@
 
 namespace helix::cpu::mpi {
 
-/// Ends the process with one line on stderr and a non-zero exit, upon which its launcher ends the others,
-/// unless it is destroyed within the limit. Nothing gentler helps against a call that does not return.
+/// Ends the process, with one line on stderr and a non-zero exit code, unless it is destroyed within the
+/// limit; the launcher then ends the other processes. Nothing gentler helps against a call that does not
+/// return.
 class Watchdog {
  public:
   Watchdog(comm::milliseconds limit, std::string line)
@@ -47,7 +48,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool is_done_ = false;
-  comm::Thread thread_;  // last: it uses the others
+  comm::Thread thread_;  // last, because it uses the members above
 };
 
 }  // namespace helix::cpu::mpi

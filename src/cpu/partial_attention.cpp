@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators::partial_attention: cuts a batch into tasks for the threads of the rank, and merges what long
-// sequences give.
+// Operators::partial_attention: divides a batch into tasks for the threads of the rank, and merges the split
+// partials of long sequences.
 //
-// The cut is a function of one sequence's queries and lengths alone: neither the number of threads nor the
-// rest of the batch changes a bit of the result.
+// The division depends only on one sequence's queries and lengths: neither the number of threads nor the rest
+// of the batch changes a bit of the result.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -28,10 +28,10 @@
 namespace helix::cpu {
 namespace {
 
-constexpr std::int64_t kDraftTokens = 8;  // up to here one task holds all query tokens: K and V are read once
+constexpr std::int64_t kDraftTokens = 8;  // up to here a task takes all query tokens: K and V are read once
 constexpr std::int64_t kTileRows = 128;  // rows of a prefill task: 64 keys against them keep a core in its L2
 constexpr std::int64_t kTileTokens =
-    32;  // query tokens of a prefill task: its causal edge is walked token by token
+    32;  // query tokens of a prefill task, whose causal edge is processed token by token
 constexpr std::int64_t kSplitTokens = 1024;  // shortest useful split of a key range
 constexpr std::int64_t kMaxSplits = 64;
 constexpr std::int64_t kUnitPartials = 128;  // (token, split) pairs of one unit
@@ -40,14 +40,14 @@ constexpr std::int64_t kPassUnits = 256;
 constexpr std::int64_t kTileAlign = 256;  // splits are whole key tiles
 constexpr std::int64_t kAlignBytes = 64;
 
-constexpr std::int64_t kTasksPerThread = 4;   // heads share tasks only as far as this many are left
-constexpr std::int64_t kMaxDirectGroup = 16;  // query heads of a KV head that read rows on the way
-constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // of keys and values; smaller calls say little
+constexpr std::int64_t kTasksPerThread = 4;   // tasks take several heads only while this many are left
+constexpr std::int64_t kMaxDirectGroup = 16;  // most query heads of a KV head that read rows directly
+constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // keys and values; smaller calls say little
 
-/// Ways to read memory, and their names as the tuners have them. The first one suits cores that follow many
-/// streams at once; Zen 4 reads 11 GB/s out of pages of 16 KB in random order and 20 where the heads of a
-/// page are read after one another, 22 to 24 if they are also asked for so, and takes half of a vector of 512
-/// bits a cycle.
+/// Ways to read memory, with their names in the tuners. The first suits cores that follow many streams at
+/// once. Zen 4 reads 11 GB/s from pages of 16 KB in random order, 20 if the heads of a page are read one
+/// after another, and 22 to 24 if they are also prefetched in that order; it takes half of a 512-bit vector
+/// per cycle.
 constexpr std::array<Variant<AttentionVariant>, 19> kVariants = {{
     {"heads1", {.heads = 1}},
     {"plain", {.heads = 1, .is_interleaved = false, .ahead = Ahead::none}},
@@ -79,7 +79,7 @@ Tuner rows1_tuner("attention.bf16.rows1", names_of(kWide), kTunedBytes);
 Tuner rows4_tuner("attention.bf16.rows4", names_of(kWide), kTunedBytes);
 Tuner rows8_tuner("attention.bf16.rows8", names_of(kAll), kTunedBytes);
 
-/// The tuner of one token's attention with `group` query heads a KV head.
+/// The tuner of one token's attention with `group` query heads per KV head.
 Tuner& tuner_of(DType dtype, std::int64_t group) {
   switch (dtype) {
     case DType::f32:
@@ -109,21 +109,21 @@ std::int64_t max_partials(std::int64_t num_tokens) {
   return std::min(saturating_product(num_tokens, kMaxSplits), kPassPartials);
 }
 
-/// Queries of one sequence that share tasks, and how their keys are split.
+/// Queries of one sequence that share tasks, and the split of their keys.
 struct Unit {
   std::int64_t sequence = 0;
   std::int64_t first_token = 0;
   std::int64_t num_tokens = 0;
-  std::int64_t begin = 0;  // local tokens that any of them sees: [begin, end)
+  std::int64_t begin = 0;  // local tokens that any of its queries sees: [begin, end)
   std::int64_t end = 0;
   std::int64_t num_splits = 1;
   std::int64_t split_tokens = 0;
-  std::int64_t task_heads = 1;  // KV heads of one task
+  std::int64_t task_heads = 1;  // KV heads per task
   std::int64_t first_task = 0;
   std::int64_t first_partial = 0;  // (split, token) rows of the workspace, if num_splits > 1
 };
 
-/// One call: the arguments, the workspace cut up, and the units of the current pass.
+/// One call: its arguments, its workspace, and the units of the current pass.
 class PartialAttention {
  public:
   PartialAttention(const PartialAttentionArgs<float>& args, ThreadPool& pool)
@@ -172,7 +172,7 @@ class PartialAttention {
     return args_.kv.layout.visible(args_.batch.positions[token], args_.window, args_.kv.kvp_rank);
   }
 
-  /// @throws Error(invalid_argument) where a token sees what has no page.
+  /// @throws Error(invalid_argument) if a token sees a position without a page.
   Unit make_unit(std::int64_t sequence, std::int64_t first_token, std::int64_t num_tokens) const {
     Unit unit;
     unit.sequence = sequence;
@@ -196,7 +196,7 @@ class PartialAttention {
     return unit;
   }
 
-  /// Keys and values that the batch reads, in bytes, if every sequence has one token of few rows; otherwise
+  /// Bytes of keys and values that the batch reads, if every sequence has one token with few rows; otherwise
   /// 0.
   std::int64_t tuned_bytes() const {
     const KvFormat& format = args_.kv.format;
@@ -213,8 +213,8 @@ class PartialAttention {
     return rows * heads_ * width * format.element_bytes();
   }
 
-  /// Cuts the units gathered so far into tasks: each takes as many heads as the variant says, while enough
-  /// tasks are left for all threads.
+  /// Divides the collected units into tasks. A task takes as many heads as the variant says, as long as that
+  /// leaves enough tasks for all threads.
   void cut_tasks() {
     std::int64_t num_splits = 0;
     for (std::int64_t i = 0; i < num_units_; ++i)
@@ -233,7 +233,7 @@ class PartialAttention {
     }
   }
 
-  /// Computes the units gathered so far.
+  /// Computes the collected units.
   void flush() {
     if (num_units_ == 0) return;
     cut_tasks();
@@ -285,7 +285,7 @@ class PartialAttention {
             strides.page * element_bytes, strides.token * element_bytes};
   }
 
-  /// Whether the rope columns of every latent row follow its latent columns, in the same type.
+  /// Whether each latent row is followed directly by its rope columns, in the same type.
   bool is_joined_latent() const {
     const KvView& kv = args_.kv;
     const KvFormat& format = kv.format;
@@ -295,7 +295,7 @@ class PartialAttention {
            format.rope.page == format.k.page && format.rope.token == format.k.token;
   }
 
-  /// What the task reads of the cache.
+  /// Sets what the task reads of the cache.
   void set_source(AttentionTask& task, std::int64_t head, std::int64_t slot) const {
     const KvView& kv = args_.kv;
     const KvFormat& format = kv.format;
@@ -312,7 +312,7 @@ class PartialAttention {
     task.value_scale = format.is_latent ? k_scale : scale_of(kv.v_scale, head);
   }
 
-  /// Where the task writes: the target, or the workspace if its unit is split.
+  /// Sets where the task writes: the target, or the workspace if its unit is split.
   void set_target(AttentionTask& task, const Unit& unit, std::int64_t split, std::int64_t head) const {
     if (unit.num_splits == 1) {
       const auto& out = args_.target.out;
@@ -336,7 +336,8 @@ class PartialAttention {
     task.lse_head_stride = 1;
   }
 
-  /// The splits of one query head, in order. A split that a token does not see has lse = -inf and weight 0.
+  /// Merges the splits of one query head, in order. A split that a token does not see has lse = -inf and
+  /// weight 0.
   void merge(const Unit& unit, std::int64_t query_head) const {
     if (unit.num_splits == 1) return;
     const std::int64_t value_dim = args_.kv.format.value_dim;
@@ -375,7 +376,7 @@ class PartialAttention {
   std::int64_t query_heads_;
   std::int64_t group_;
   AttentionVariant variant_;
-  std::int64_t scratch_floats_ = 0;  // one thread's
+  std::int64_t scratch_floats_ = 0;  // per thread
   float* scratch_ = nullptr;         // [threads, scratch_floats_]
   float* partial_out_ = nullptr;     // [partials, query heads, Dv]
   float* partial_lse_ = nullptr;     // [partials, query heads]
@@ -394,7 +395,7 @@ void Operators::partial_attention(const PartialAttentionArgs<float>& args, Strea
                 args.workspace.size(), " bytes, ", args.batch.num_tokens(), " tokens of ", args.q.extent(1),
                 " heads need ", needed, "; see partial_attention_workspace_bytes()");
   if (args.batch.num_tokens() == 0) return;
-  PartialAttentionArgs<float> queued = args;  // with offsets that the caller need not keep
+  PartialAttentionArgs<float> queued = args;  // refers to offsets that the caller need not keep
   queued.batch.query_offsets_host = {args.batch.query_offsets, args.batch.query_offsets_host.size()};
   const std::int64_t tokens = args.batch.num_tokens();
   stream.enqueue([args = queued, tokens, pool = pool_] {

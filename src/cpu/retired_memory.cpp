@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of queues and the memory that waits for them.
+// The list of queues, and the memory that waits for them.
 #include "cpu/retired_memory.hpp"
 
 #include <mutex>
@@ -9,8 +9,9 @@
 
 namespace helix::cpu {
 
-/// Retired pages wait in batches. While a batch waits for the tasks that were enqueued when its wait began,
-/// later ones gather for the next batch: two numbers a queue suffice, however much is retired.
+/// Retired pages wait in batches. A batch waits for the tasks that were enqueued when its wait began;
+/// meanwhile later pages gather for the next batch. So two numbers per queue suffice, however much is
+/// retired.
 class RetiredMemory {
  public:
   /// Never destroyed: queues and buffers may outlive every static object.
@@ -37,7 +38,7 @@ class RetiredMemory {
     {
       const std::lock_guard lock(mutex_);
       pages->next = std::exchange(gathering_, pages);
-      is_waiting_.store(true, std::memory_order_seq_cst);  // a queue sees it, or take_free() its last task
+      is_waiting_.store(true, std::memory_order_seq_cst);  // else take_free() sees a queue's last task
       free_now = take_free();
     }
     free_all(free_now);
@@ -54,7 +55,7 @@ class RetiredMemory {
   }
 
  private:
-  /// Pages that nothing waits for any more.
+  /// Takes the pages that no task can use any more.
   Pages* take_free() {
     Pages* free_now = nullptr;
     for (;;) {
@@ -89,10 +90,10 @@ class RetiredMemory {
   }
 
   std::mutex mutex_;
-  std::atomic<bool> is_waiting_ = false;  // whether anything is retired
+  std::atomic<bool> is_waiting_ = false;  // whether any pages are retired
   QueueProgress* queues_ = nullptr;
-  Pages* waiting_ = nullptr;    // for every queue to reach its target
-  Pages* gathering_ = nullptr;  // for the wait after
+  Pages* waiting_ = nullptr;    // waiting for every queue to reach its target
+  Pages* gathering_ = nullptr;  // for the next batch
 };
 
 QueueProgress::QueueProgress() {
@@ -101,7 +102,7 @@ QueueProgress::QueueProgress() {
 
 QueueProgress::~QueueProgress() {
   RetiredMemory::instance().remove(*this);
-  free_retired();  // what was waiting for the last task of this queue
+  free_retired();  // pages that waited for this queue's last task
 }
 
 void retire(Pages* pages) noexcept {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory outlives the queued work that may touch it: what a Buffer gives back is freed once every queue of
-// the process is past the point where it was given back.
+// Keeps memory alive for queued work that may use it: what a Buffer gives back is freed once every queue of
+// the process has passed the point at which it was given back.
 #pragma once
 
 #include <atomic>
@@ -9,14 +9,14 @@
 
 namespace helix::cpu {
 
-/// Pages of a Buffer. Knows its successor so that giving back allocates nothing.
+/// The pages of a Buffer. Includes the list link, so that giving back allocates nothing.
 struct Pages {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
   Pages* next = nullptr;
 };
 
-/// How far a queue is, in tasks. Registered as long as it lives.
+/// A queue's progress, in tasks. Registered while it lives.
 class QueueProgress {
  public:
   QueueProgress();
@@ -30,16 +30,16 @@ class QueueProgress {
  private:
   friend class RetiredMemory;
   // Guarded by the mutex of RetiredMemory.
-  std::uint64_t target_ = 0;  // tasks to be completed before the current batch is freed
+  std::uint64_t target_ = 0;  // tasks to complete before the current batch is freed
   QueueProgress* previous_ = nullptr;
   QueueProgress* next_ = nullptr;
 };
 
-/// Takes `pages` to free them when no task enqueued so far, on any queue, is left. Frees at once if there is
-/// none. Waits for nothing and allocates nothing; any thread.
+/// Takes `pages` and frees them once all tasks enqueued so far, on any queue, are done; at once if there are
+/// none. Waits for nothing and allocates nothing; may be called by any thread.
 void retire(Pages* pages) noexcept;
 
-/// Frees what no task is left for. For queues, after each task; two loads if nothing is retired.
+/// Frees pages that no task can use any more. For queues, after each task; two loads if nothing is retired.
 void free_retired() noexcept;
 
 }  // namespace helix::cpu

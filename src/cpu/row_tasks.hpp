@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// for_each_row: shares independent rows among the threads of a rank in pieces worth handing over.
+// for_each_row: divides independent rows among the threads of a rank, in tasks large enough to be worth it.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,10 @@
 
 namespace helix::cpu {
 
-/// Elements a task: some microseconds of work, to outweigh handing it to a thread.
+/// Elements per task: some microseconds of work, which outweighs handing it to a thread.
 inline constexpr std::int64_t kElementsPerTask = 16384;
 
-/// Calls body(row) once for each row; rows of `elements_a_row` elements are grouped into tasks. Allocates
-/// nothing.
+/// Calls body(row) once for each row. Groups rows of `elements_a_row` elements into tasks. Allocates nothing.
 template <class Body>
 void for_each_row(ThreadPool& pool, std::int64_t rows, std::int64_t elements_a_row, const Body& body) {
   const std::int64_t rows_a_task =

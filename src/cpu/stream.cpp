@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The worker and the ring behind cpu::Stream, and events as positions in that ring.
+// The worker thread and the ring of tasks of cpu::Stream; events are positions in that ring.
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -17,7 +17,7 @@
 namespace helix::cpu {
 namespace {
 
-// A decode step enqueues about 30 tasks a layer; the host may run this many tasks ahead of the worker.
+// A decode step enqueues about 30 tasks per layer. The host may run this many tasks ahead of the worker.
 constexpr std::uint64_t kRingTasks = 256;
 constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
 
@@ -27,23 +27,22 @@ struct Slot {
   void (*drop)(void*) = nullptr;
 };
 
-/// The queue proper. Tasks are numbered from 0 and live in slot (number % kRingTasks). Handles, the worker
-/// and events share it, so that an event outlives the stream that it was recorded on.
-/// Sleepers do not spin first: 50 polls made the empty round trip 6.4 us instead of 1.7 us on two cores,
-/// where a spinning thread holds up the one it waits for; 500 polls gained 1 us there and would lose far more
-/// with 16 streams.
+/// The queue. Tasks are numbered from 0 and live in slot (number % kRingTasks). Handles, the worker and
+/// events share it, so an event outlives the stream on which it was recorded. Threads do not spin before they
+/// sleep: 50 polls made the empty round trip 6.4 us instead of 1.7 us on two cores, because a spinning thread
+/// delays the one it waits for; 500 polls gained 1 us there but would lose far more with 16 streams.
 struct Ring : QueueProgress {
   std::unique_ptr<Slot[]> slots = std::make_unique<Slot[]>(kRingTasks);
 
   std::mutex producer;  // held from begin_enqueue to end_enqueue
 
-  // Each sleeper announces itself (worker_sleeps, wake_at), then re-reads the counter; each waker advances
-  // the counter, then reads the announcement. Sequential consistency lets at least one of them see the other.
+  // A sleeper announces itself (worker_sleeps, wake_at), then reads the counter again; a waker advances the
+  // counter, then reads the announcement. Sequential consistency lets at least one of them see the other.
   std::mutex sleep;
   std::condition_variable worker_wakes;
   std::condition_variable hosts_wake;
   std::atomic<bool> worker_sleeps = false;
-  std::atomic<std::uint64_t> wake_at = kNever;  // smallest count of completed tasks that somebody sleeps for
+  std::atomic<std::uint64_t> wake_at = kNever;  // smallest count of completed tasks that a thread waits for
   bool closing = false;                         // guarded by sleep
 
   std::mutex failure_mutex;
@@ -68,12 +67,12 @@ struct Ring : QueueProgress {
     if (count < wake_at.load(std::memory_order_seq_cst)) return;
     {
       const std::lock_guard lock(sleep);
-      wake_at.store(kNever, std::memory_order_relaxed);  // whoever waits for more announces itself again
+      wake_at.store(kNever, std::memory_order_relaxed);  // later waiters announce themselves again
     }
     hosts_wake.notify_all();
   }
 
-  /// Returns false when the ring is closed and drained.
+  /// Waits for `task`; false if the ring is closed and drained.
   bool wait_published(std::uint64_t task) {
     const auto ready = [&] { return published.load(std::memory_order_seq_cst) > task; };
     if (ready()) return true;
@@ -116,7 +115,7 @@ struct Ring : QueueProgress {
       try {
         handler(error);
       } catch (...) {
-        // The first failure is the one to report; a handler that fails too adds nothing.
+        // The first failure is the one to report; ignore a handler that fails too.
       }
     }
   }
@@ -151,7 +150,7 @@ struct Stream::Queue {
 
   ~Queue() {
     ring->close();
-    // A task may own the last handle; its worker then drains the rest alone.
+    // If a task owned the last handle, this is the worker, which drains the rest detached.
     if (current_ring == ring.get()) {
       worker.detach();
     } else {
@@ -174,7 +173,7 @@ void* Stream::begin_enqueue() {
     HELIX_EXPECTS(current_ring != &ring, ErrorCode::invalid_argument,
                   "a task enqueued on its own stream while all ", kRingTasks,
                   " places were taken; it would wait for itself");
-    // Half a ring at once: waking for each free place would switch threads on every task.
+    // Wait for half a ring, because waking for each free slot would switch threads on every task.
     ring.wait_completed(task - kRingTasks / 2);
   }
 }
@@ -216,7 +215,8 @@ void Stream::add_failure_handler(std::shared_ptr<void> erased,
       return;
     }
   }
-  // Too late for the failure itself: the worker is told by a task of which only the drop is ever reached.
+  // The stream has failed, so its worker only drops tasks. Queue a task whose drop function calls the
+  // handler.
   struct Late {
     std::function<void(std::exception_ptr)> handler;
     std::exception_ptr failure;
@@ -229,14 +229,14 @@ void Stream::add_failure_handler(std::shared_ptr<void> erased,
                 try {
                   late->handler(late->failure);
                 } catch (...) {
-                  // As in Ring::fail.
+                  // as in Ring::fail
                 }
                 late->~Late();
               });
 }
 
-/// A record is a position in a ring: it is reached when that many tasks are completed. Nothing is enqueued
-/// for it, a wait takes its position when it is called, and a re-record cannot disturb the waits before it.
+/// A record is a position in a ring, reached once that many tasks have completed. It enqueues nothing. A wait
+/// reads the position when it is called, so recording again does not disturb earlier waits.
 struct Event::State {
   std::mutex mutex;
   std::shared_ptr<Ring> ring;  // null: never recorded
@@ -260,7 +260,7 @@ void Event::wait(const Stream& stream) const {
     ring = state_->ring;
     position = state_->position;
   }
-  if (!ring || ring == stream.queue_->ring) return;  // a stream is in order with itself
+  if (!ring || ring == stream.queue_->ring) return;  // a stream runs its own tasks in order
   Stream(stream).enqueue([ring = std::move(ring), position] {
     ring->wait_completed(position);
     if (ring->failed_task.load(std::memory_order_acquire) < position) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The slot of a PartialTarget, as a queued operation finds it.
+// Resolves the slot of a PartialTarget when a queued operation runs.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace helix::cpu {
 
-/// The target with out and lse in the slot that its TargetSlot names now.
+/// The target with out and lse in the slot that its TargetSlot currently selects.
 inline PartialTarget<float> in_slot(PartialTarget<float> target) {
   if (target.slot.exchanges == nullptr || *target.slot.exchanges % 2 == 0) return target;
   const auto moved = [&](float* data) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fork-join over a list of running loops that idle workers join.
+// Fork-join: a list of running loops that idle workers join.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -18,7 +18,7 @@ namespace helix::cpu {
 namespace {
 
 constexpr int kSpinPolls = 200;
-constexpr std::size_t kExpectedLoops = 16;  // streams that call at once, and loops in loops; more allocate
+constexpr std::size_t kExpectedLoops = 16;  // concurrent streams, and nested loops; more allocate
 
 /// One parallel_for, on its caller's stack.
 struct Loop {
@@ -84,7 +84,8 @@ struct ThreadPool::State {
       lock.unlock();
       run(*loop, thread);
       lock.lock();
-      // Release: a caller that spins on 0 returns without taking the mutex again, and its loop is gone then.
+      // Release: a caller that sees 0 while spinning returns without the mutex, and its loop is then
+      // destroyed.
       if (loop->helpers.fetch_sub(1, std::memory_order_release) == 1) helper_leaves.notify_all();
     }
   }
@@ -149,7 +150,7 @@ void ThreadPool::run(std::int64_t count, const void* body, Call call) {
   state_->run(loop, 0);
   {
     std::unique_lock lock(state_->mutex);
-    std::erase(state_->loops, &loop);  // nobody joins from here on
+    std::erase(state_->loops, &loop);  // no worker joins from here on
     state_->open_loops.fetch_sub(1, std::memory_order_relaxed);
     const auto left = [&] { return loop.helpers.load(std::memory_order_acquire) == 0; };
     if (!left()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tuners, and the list of them that the process reports and fixes.
+// Tuners, and the list of them with which a process reports and fixes its choices.
 #include "cpu/tuner.hpp"
 
 #include <algorithm>
@@ -14,7 +14,8 @@ namespace {
 
 using Source = KernelTuning::Source;
 
-/// All tuners of the process. A function's static, as tuners of several files enter themselves before main().
+/// All tuners of the process. A function-local static, because tuners of several files register before
+/// main().
 struct Registry {
   std::mutex mutex;
   std::vector<Tuner*> tuners;
@@ -55,7 +56,7 @@ Tuner::Call::Call(Tuner& tuner, std::int64_t bytes)
   if (bytes < tuner.least_bytes_ || tuner.num_variants_ == 1) return;
   if (tuner.source_.load(std::memory_order_relaxed) != Source::preset) return;
   const int turn = tuner.next_turn_.fetch_add(1, std::memory_order_relaxed);
-  if (turn >= kTurns * tuner.num_variants_) return;  // others are still at their last turns
+  if (turn >= kTurns * tuner.num_variants_) return;  // other calls still run the last turns
   variant_ = turn % tuner.num_variants_;
   is_timed_ = true;
   begin_ = std::chrono::steady_clock::now();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tuner: finds the fastest of a few equal ways to do some work by taking turns on the work itself.
+// Tuner: finds the fastest of several equivalent ways to do some work, by timing them on the work itself.
 #pragma once
 
 #include <array>
@@ -17,14 +17,14 @@
 
 namespace helix::cpu {
 
-/// A variant as the kernel knows it, and its name.
+/// A variant in the form that a kernel uses, and its name.
 template <class Value>
 struct Variant {
   const char* name;
   Value value;
 };
 
-/// The names that a Tuner takes.
+/// The names of `variants`, for a Tuner.
 template <class Value>
 std::vector<const char*> names_of(std::span<const Variant<Value>> variants) {
   std::vector<const char*> names;
@@ -32,20 +32,21 @@ std::vector<const char*> names_of(std::span<const Variant<Value>> variants) {
   return names;
 }
 
-/// One kernel's variants. The first calls that move enough bytes each take another variant and are timed;
-/// then the one that moved a byte in the least time stays. Nothing is measured beside the work: what is
-/// timed are its own sizes, threads, pages and neighbours. For static storage; many threads may use it.
+/// The variants of one kernel. The first calls that move enough bytes take turns among the variants and are
+/// timed; then the variant with the least time per byte is kept. There are no separate measurements: timings
+/// use the work's own sizes, threads, pages and neighbours. Must have static storage; many threads may use
+/// it.
 class Tuner {
  public:
   static constexpr int kMaxVariants = 20;
 
-  /// `variants`: their names, the preset one first. Names outlive the process.
+  /// `variants`: the names, default first. They must outlive the process.
   Tuner(std::string kernel, const std::vector<const char*>& variants, std::int64_t least_bytes);
   Tuner(const Tuner&) = delete;
   Tuner& operator=(const Tuner&) = delete;
   ~Tuner();
 
-  /// One call of the kernel, timed from here to its end if variants are still taking turns.
+  /// One call of the kernel. Timed until destruction if variants are still taking turns.
   class Call {
    public:
     Call(Tuner& tuner, std::int64_t bytes);
@@ -54,7 +55,7 @@ class Tuner {
     ~Call() {
       if (is_timed_) end();
     }
-    /// Index of the variant that the call has to take.
+    /// Index of the variant that the call must use.
     int variant() const { return variant_; }
 
    private:
@@ -71,10 +72,10 @@ class Tuner {
   friend std::vector<KernelTuning> tuning();
   friend void fix_tuning(std::string_view text);
 
-  /// Calls that each variant is timed in. The least time counts: the others met page faults or neighbours.
+  /// Timed calls per variant. The least time counts, because slower ones met page faults or busy neighbours.
   static constexpr int kTurns = 6;
 
-  static constexpr int kMeasured = -1;  ///< In place of a variant: by turns again, if one was fixed.
+  static constexpr int kMeasured = -1;  ///< For fix(): measure again if a variant was fixed.
 
   void fix(int variant);
   void note(int variant, double seconds_a_byte) noexcept;
@@ -87,7 +88,7 @@ class Tuner {
   std::atomic<KernelTuning::Source> source_{KernelTuning::Source::preset};
   std::atomic<int> next_turn_{0};
   std::mutex mutex_;
-  std::array<double, kMaxVariants> best_{};  // seconds a byte; 0: not timed yet
+  std::array<double, kMaxVariants> best_{};  // seconds per byte; 0: not timed yet
   int num_timed_ = 0;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stored elements as f32 vectors, and sums across vectors: what the attention and the linear kernels share.
-// Compiled once a Highway target, hence the toggled guard.
+// Stored elements as f32 vectors, and sums across vectors, shared by attention and linear kernels. Compiled
+// once per Highway target, hence the toggled include guard.
 #if defined(HELIX_SRC_CPU_WIDEN_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_WIDEN_INL_HPP_
 #undef HELIX_SRC_CPU_WIDEN_INL_HPP_
@@ -18,8 +18,8 @@
 
 #include <helix/dtype.hpp>
 
-// Arrays of vectors live in registers only if the loops over them are unrolled early. Not under sanitizers,
-// where it would make minutes of compilation of seconds.
+// Arrays of vectors stay in registers only if their loops are unrolled early. Not under sanitizers, where
+// this would turn seconds of compilation into minutes.
 #ifndef HELIX_UNROLL
 #if defined(__clang__)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
@@ -27,7 +27,7 @@
 #else
 #define HELIX_UNROLL _Pragma("clang loop unroll(full)")
 #endif
-// Without optimisation nothing is unrolled, and that is fine.
+// Without optimisation nothing is unrolled; ignore that warning.
 #pragma clang diagnostic ignored "-Wpass-failed"
 #elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define HELIX_UNROLL
@@ -44,7 +44,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::CappedTag<float, 16>;
 using Vec = hn::Vec<F32>;
 inline constexpr F32 kF32{};
-/// Lanes of a vector. Also the number of accumulators of a dot block: as many vectors as lanes reduce to one
+/// Lanes of a vector, and the number of accumulators of a dot block: as many vectors as lanes reduce to one
 /// vector.
 inline constexpr int kLanes = static_cast<int>(HWY_LANES(float) < 16 ? HWY_LANES(float) : 16);
 static_assert(kLanes == 4 || kLanes == 8 || kLanes == 16,
@@ -52,27 +52,26 @@ static_assert(kLanes == 4 || kLanes == 8 || kLanes == 16,
 /// Elements that one load_pair covers.
 inline constexpr int kPair = 2 * kLanes;
 
-/// Whether kernels have every way of reading memory that a tuner chooses from. Portable code, for machines
-/// that nobody measures, has one: its others were a quarter of what attend.cpp and vectors.cpp take to
-/// compile.
+/// Whether kernels have all readings that a tuner chooses from. The portable code, for machines that nobody
+/// measures, has one: the others were a quarter of the compile time of attend.cpp and vectors.cpp.
 inline constexpr bool kHasReadings = HWY_TARGET != HWY_EMU128;
 
 /// Keeps `v` in a register. Otherwise compilers fold a load that feeds several products into each of them,
-/// and the loads, not the products, set the pace: 50 instead of 75 % of the peak in the packed scores.
+/// and loads become the limit instead of products: 50 instead of 75 % of the peak in the packed scores.
 HWY_INLINE void pin([[maybe_unused]] Vec& v) {
 #if HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128
   __asm__("" : "+v"(v.raw));
 #endif
 }
 
-/// Two vectors of kPair elements. For bf16 `a` holds the even and `b` the odd elements (a shift and a mask
-/// cost one operation a vector, in-order conversion two); for the other types `a` is the first half. Whatever
-/// multiplies them is brought into the same order once, by load_pair_order, and results leave through
-/// store_pair_order.
+/// Two vectors of kPair elements. For bf16 `a` holds the even and `b` the odd elements, because a shift and a
+/// mask cost one operation per vector and an in-order conversion two. For other types `a` is the first half.
+/// load_pair_order() brings the other operand into this order once, and store_pair_order() restores the order
+/// of results.
 struct Pair {
 #if HWY_ARCH_ARM
-  // The implicit constructor would be compiled outside this instruction set's attributes, and g++ then
-  // refuses to inline that of Vec.
+  // The implicit constructor would be compiled without this instruction set's attributes; g++ then refuses to
+  // inline Vec's.
   HWY_INLINE Pair() {}
   HWY_INLINE Pair(Vec first, Vec second) : a(first), b(second) {}
 #endif
@@ -83,13 +82,13 @@ struct Pair {
 template <class T>
 inline constexpr bool kSplitsEvenOdd = std::is_same_v<T, bf16>;
 
-/// Whether products take 12 sums at once: 8, each of which waits 4 cycles for itself, reach 76 % of what two
-/// multipliers of 8 lanes give, 12 reach 83 to 88 (Zen 3). The vectors of a pair of e4m3 are not to be had
-/// one by one.
+/// Whether products take 12 sums at once. 8 sums, each with a latency of 4 cycles, reach 76 % of the rate of
+/// two multipliers of 8 lanes; 12 reach 83 to 88 % (Zen 3). The two vectors of a pair of e4m3 cannot be
+/// loaded separately.
 template <class T>
 inline constexpr bool kHasWideGroups = HWY_TARGET == HWY_AVX2 && !std::is_same_v<T, fp8_e4m3>;
 
-/// What load_pair leaves out of the value: stored value = loaded value * kDecodeFactor.
+/// Factor that load_pair leaves out: stored value = loaded value * kDecodeFactor.
 template <class T>
 inline constexpr float kDecodeFactor = std::is_same_v<T, fp8_e4m3> ? 256.0f : 1.0f;
 
@@ -111,8 +110,8 @@ HWY_INLINE Pair load_pair(const f16* from) {
   return {hn::PromoteTo(kF32, hn::LoadU(d16, halves)), hn::PromoteTo(kF32, hn::LoadU(d16, halves + kLanes))};
 }
 
-// e4m3 bits moved to where f16 keeps them mean value / 256, subnormals included, and f16 subnormals convert
-// without the microcode assist that f32 ones would take.
+// e4m3 bits moved into f16's positions mean value / 256, including subnormals, and f16 subnormals convert
+// without the microcode assist that f32 subnormals would need.
 HWY_INLINE Pair load_pair(const fp8_e4m3* from) {
   const hn::Repartition<std::uint16_t, F32> d16;
   const hn::Rebind<std::uint8_t, decltype(d16)> d8;
@@ -128,11 +127,11 @@ HWY_INLINE Pair load_pair(const fp8_e4m3* from) {
           hn::PromoteTo(kF32, hn::BitCast(half, hn::UpperHalf(half16, halves)))};
 }
 
-/// Elements that ask() asks for: whole pairs, and whole cache lines.
+/// Elements that ask() prefetches: whole pairs and whole cache lines.
 template <class T>
 inline constexpr int kAsked = std::max(kPair, 64 / static_cast<int>(sizeof(T)));
 
-/// Asks for kAsked elements. kLevel as in __builtin_prefetch: 3 is L1, 2 is L2.
+/// Prefetches kAsked elements. kLevel as in __builtin_prefetch: 3 is L1, 2 is L2.
 template <int kLevel, class T>
 HWY_INLINE void ask(const T* from) {
   const char* line = reinterpret_cast<const char*>(from);
@@ -141,7 +140,7 @@ HWY_INLINE void ask(const T* from) {
   }
 }
 
-/// The last `count` < kPair elements of a row, zeros behind them. Reads nothing past the row.
+/// Loads the last `count` < kPair elements of a row, with zeros after them. Reads nothing past the row.
 template <class T>
 HWY_INLINE Pair load_pair_tail(const T* from, std::int64_t count) {
   T padded[kPair];
@@ -150,8 +149,8 @@ HWY_INLINE Pair load_pair_tail(const T* from, std::int64_t count) {
   return load_pair(padded);
 }
 
-/// `count` floats times `factor`, zero-padded to a multiple of kPair, in the order that load_pair<T> gives;
-/// one pair every `step` floats of `to`.
+/// Writes `count` floats times `factor`, zero-padded to a multiple of kPair, in the order of load_pair<T>;
+/// pairs are `step` floats apart in `to`.
 template <class T>
 HWY_NOINLINE void load_pair_order(const float* from, std::int64_t count, float factor, float* to,
                                   std::int64_t step) {
@@ -179,7 +178,7 @@ HWY_NOINLINE void load_pair_order(const float* from, std::int64_t count, float f
   }
 }
 
-/// The inverse: `count` results in the order of load_pair<T>, times `factor`, to their natural places.
+/// The inverse: writes `count` results, in the order of load_pair<T>, times `factor`, in natural order.
 template <class T>
 HWY_NOINLINE void store_pair_order(const float* from, std::int64_t count, float factor, float* to) {
   const Vec f = hn::Set(kF32, factor);
@@ -204,7 +203,8 @@ HWY_INLINE Vec fold_lanes(Vec x, Vec y) {
   return hn::Add(hn::InterleaveLower(kF32, x, y), hn::InterleaveUpper(kF32, x, y));
 }
 
-/// Per 128-bit block, the sum of each of four vectors: lane i of a block is the block's sum of the i-th.
+/// Sums each of four vectors within each 128-bit block: lane i of a block is the sum of that block of the
+/// i-th vector.
 HWY_INLINE Vec fold_block(Vec x0, Vec x1, Vec x2, Vec x3) {
   const hn::Repartition<double, F32> d64;
   const auto xy = hn::BitCast(d64, fold_lanes(x0, x1));
@@ -226,14 +226,14 @@ HWY_INLINE Vec sum_each(const Vec (&acc)[kLanes]) {
     const Vec x1 = fold_block(acc[4 % kLanes], acc[5 % kLanes], acc[6 % kLanes], acc[7 % kLanes]);
     const Vec x2 = fold_block(acc[8 % kLanes], acc[9 % kLanes], acc[10 % kLanes], acc[11 % kLanes]);
     const Vec x3 = fold_block(acc[12 % kLanes], acc[13 % kLanes], acc[14 % kLanes], acc[15 % kLanes]);
-    // y02 holds two blocks of partial sums of x0, then two of x2; y13 alike.
+    // y02 holds two blocks of partial sums of x0, then two of x2; y13 those of x1 and x3.
     const Vec y02 = hn::Add(hn::ConcatLowerLower(kF32, x2, x0), hn::ConcatUpperUpper(kF32, x2, x0));
     const Vec y13 = hn::Add(hn::ConcatLowerLower(kF32, x3, x1), hn::ConcatUpperUpper(kF32, x3, x1));
     return hn::Add(hn::OddEvenBlocks(y13, y02), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(y02, y13)));
   }
 }
 
-/// Transposes a square of kLanes rows and columns in place. 16 lanes: 64 shuffles.
+/// Transposes a square of kLanes x kLanes in place. 16 lanes: 64 shuffles.
 HWY_INLINE void transpose(Vec (&v)[kLanes]) {
   const hn::Repartition<double, F32> d64;
   HELIX_UNROLL for (int g = 0; g < kLanes; g += 4) {
@@ -246,7 +246,7 @@ HWY_INLINE void transpose(Vec (&v)[kLanes]) {
     v[g + 2] = hn::BitCast(kF32, hn::InterleaveLower(d64, a1, b1));
     v[g + 3] = hn::BitCast(kF32, hn::InterleaveUpper(d64, a1, b1));
   }
-  // Now block b of v[4 * g + c] holds column 4 * b + c of rows 4 * g .. 4 * g + 3.
+  // Block b of v[4 * g + c] now holds column 4 * b + c of rows 4 * g .. 4 * g + 3.
   if constexpr (kLanes == 8) {
     HELIX_UNROLL for (int c = 0; c < 4; ++c) {
       const Vec lower = v[c];
@@ -269,13 +269,13 @@ HWY_INLINE void transpose(Vec (&v)[kLanes]) {
   }
 }
 
-/// Elements [d, d + kPair) of kLanes rows, one vector an element: column j of the pair order at to + j *
-/// step. `count` of the elements exist.
+/// Transposes elements [d, d + kPair) of kLanes rows to one vector per element: column j in pair order goes
+/// to to + j * step. `count` of the elements exist.
 template <class T>
 HWY_NOINLINE void transpose_pairs(const T* const* rows, std::int64_t d, std::int64_t count, float* to,
                                   std::int64_t step) {
   if constexpr (kSplitsEvenOdd<T>) {
-    // Words of two elements move together, and split after the shuffles: half as many.
+    // Move words of two elements and split them after the shuffles: half as many shuffles.
     const hn::Repartition<std::uint16_t, F32> d16;
     const hn::Repartition<std::uint32_t, F32> d32;
     Vec words[kLanes];
@@ -313,11 +313,11 @@ HWY_NOINLINE void transpose_pairs(const T* const* rows, std::int64_t d, std::int
   }
 }
 
-/// acc += a * b, in the register of acc: where there are 16, g++ else takes other forms of the instruction
-/// here and there, copies what they overwrite, and spills.
+/// acc += a * b in acc's register. With 16 registers, g++ otherwise uses other forms of the instruction in
+/// places, copies what they overwrite, and spills.
 HWY_INLINE void add_product(Vec& acc, Vec a, Vec b) {
 #if HWY_TARGET == HWY_AVX2
-  __m256 sum = acc.raw;  // arrays whose elements are operands stay in memory
+  __m256 sum = acc.raw;  // no array elements as operands: these stay in memory
   __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a.raw), "x"(b.raw));
   acc.raw = sum;
 #else
@@ -325,7 +325,7 @@ HWY_INLINE void add_product(Vec& acc, Vec a, Vec b) {
 #endif
 }
 
-/// The second vector of the pair at `from`, whose first one is `a`.
+/// The second vector of the pair at `from`, given its first vector `a`.
 template <class T>
 HWY_INLINE Vec load_second(const T* from, [[maybe_unused]] Vec a) {
 #if HWY_TARGET == HWY_AVX2
@@ -338,7 +338,7 @@ HWY_INLINE Vec load_second(const T* from, [[maybe_unused]] Vec a) {
   return load_pair(from).b;
 }
 
-/// acc[k * R + r] += products of w[k] with the r-th pair of `x`: all first vectors, then the second ones.
+/// acc[k * R + r] += products of w[k] with the r-th pair of `x`: all first vectors, then all second ones.
 template <int R, int K>
 HWY_INLINE void add_products(const Pair (&w)[K], const float* x, Vec* acc) {
   HELIX_UNROLL for (int r = 0; r < R; ++r) {
@@ -353,11 +353,11 @@ HWY_INLINE void add_products(const Pair (&w)[K], const float* x, Vec* acc) {
   }
 }
 
-/// The same with the pairs `d` elements into rows[k].
+/// As above, with the pairs `d` elements into rows[k].
 template <int R, int K, class T>
 HWY_INLINE void add_products(const T* const (&rows)[K], std::int64_t d, const float* x, Vec* acc) {
   if constexpr (kHasWideGroups<T> && R * K > kLanes) {
-    // Beside the sums and one vector of `x` there is room for one of each pair.
+    // Beside the sums and one vector of `x` there are registers for one vector of each pair.
     Vec w[K];
     HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] = load_pair(rows[k] + d).a;
     HELIX_UNROLL for (int r = 0; r < R; ++r) {
@@ -376,9 +376,9 @@ HWY_INLINE void add_products(const T* const (&rows)[K], std::int64_t d, const fl
   }
 }
 
-/// kLanes dot products of kLanes stored rows with one vector, into acc. Each row gives kRun pairs before the
-/// next one is read, which keeps a stream sequential: alternating between 16 rows a cache line at a time cost
-/// half the bandwidth.
+/// Adds kLanes dot products of kLanes stored rows with one vector to acc. Reads kRun pairs of a row before
+/// the next row, which keeps streams sequential: alternating between 16 rows per cache line halved the
+/// bandwidth.
 template <int kRun, class Rows>
 HWY_INLINE void dot_runs(Rows& rows, std::int64_t row, const float* x, std::int64_t d, Vec (&acc)[kLanes]) {
   using T = std::remove_cvref_t<decltype(*rows[row])>;
@@ -394,7 +394,7 @@ HWY_INLINE void dot_runs(Rows& rows, std::int64_t row, const float* x, std::int6
   }
 }
 
-/// Stores the sums of four vectors, each in the order of sum_each().
+/// Stores the sums of four vectors, each summed in the order of sum_each().
 HWY_INLINE void store_sums(Vec x0, Vec x1, Vec x2, Vec x3, float* to) {
   const Vec sums = fold_block(x0, x1, x2, x3);
   if constexpr (kLanes == 4) {
@@ -411,7 +411,7 @@ HWY_INLINE void store_sums(Vec x0, Vec x1, Vec x2, Vec x3, float* to) {
   }
 }
 
-/// dot_block() of K rows from `row` on, with several vectors.
+/// dot_block() of K rows starting at `row`, with several vectors.
 template <int R, int K, bool kHasTail, class Rows>
 HWY_INLINE void dot_group(Rows& rows, std::int64_t row, const float* x, std::int64_t length, float* dots) {
   using T = std::remove_cvref_t<decltype(*rows[row])>;
@@ -452,7 +452,7 @@ HWY_INLINE void dot_group(Rows& rows, std::int64_t row, const float* x, std::int
 
 /// Dot products of `count` stored rows of `length` elements with R vectors: dots[row][R]. `x` holds the
 /// vectors in the order of load_pair, [pair][R][kPair], so that one pointer serves them all. `count` is in
-/// effect rounded up to a multiple of kLanes / R, and the caller makes the extra rows readable and their dots
+/// effect rounded up to a multiple of kLanes / R; the caller makes the extra rows readable and their dots
 /// writable. kHasTail: length is not a multiple of kPair. The order of additions is the same for every R.
 template <int R, bool kHasTail, class Rows>
 HWY_INLINE void dot_block(Rows& shared_rows, std::int64_t count, const float* x, std::int64_t length,
@@ -462,7 +462,7 @@ HWY_INLINE void dot_block(Rows& shared_rows, std::int64_t count, const float* x,
   constexpr int K = kLanes / R;
   std::int64_t row = 0;
   if constexpr (R == 1) {
-    // Pairs of `x` that the registers beside the sums hold.
+    // Pairs of `x` that fit in registers beside the sums.
     constexpr int kRun = kLanes == 16 ? 4 : std::min(2, kAsked<T> / kPair);
     const std::int64_t whole = kHasTail ? length / kPair * kPair : length;
     for (; row < count; row += K) {
@@ -484,7 +484,7 @@ HWY_INLINE void dot_block(Rows& shared_rows, std::int64_t count, const float* x,
     }
   } else {
     if constexpr (R == 4 && kHasWideGroups<T>) {
-      // Never so that one row is left, which would take another along.
+      // Never leaves exactly one row, which would need another row to go with it.
       for (; row + 3 <= count && row + 4 != count; row += 3) {
         dot_group<R, 3, kHasTail>(rows, row, x, length, dots + row * R);
       }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decides whether kernels for optional instructions of x86 are used.
+// Detects whether kernels for optional x86 instructions can be used.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -11,13 +11,13 @@
 
 namespace helix::cpu {
 
-/// Whether `variable` is 0 in the environment.
+/// Whether the environment variable `variable` is "0".
 inline bool is_switched_off(const char* variable) noexcept {
   const char* setting = std::getenv(variable);
   return setting != nullptr && std::strcmp(setting, "0") == 0;
 }
 
-/// Registers of the CPUID instruction; zeros where the leaf does not exist.
+/// Registers of a CPUID leaf; zeros if the leaf does not exist.
 struct CpuId {
   unsigned eax = 0;
   unsigned ebx = 0;
@@ -29,7 +29,7 @@ struct CpuId {
   }
 };
 
-/// Whether machine and system have AVX-512 with bytes, words and short vectors.
+/// Whether the CPU and the system support AVX-512 with its byte, word and vector-length extensions.
 inline bool has_avx512() noexcept {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

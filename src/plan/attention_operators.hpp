@@ -24,7 +24,7 @@ class AttentionOperators {
   AttentionOperators(const OperatorTimer& timer, const StepConfiguration& at, FlopRate attention_rate)
       : timer_(timer), at_(at), attention_rate_(attention_rate) {}
 
-  /// Slices of the layer that was walked last.
+  /// Slices of the last layer that was walked.
   int hop_b_slices() const { return hop_b_slices_; }
 
   /// Hands over the operators of one layer.
@@ -83,7 +83,7 @@ class AttentionOperators {
     return times(slice, slices);
   }
 
-  /// What a rank's partial outputs come to: before the exchange, own slice included.
+  /// Bytes of a rank's partial outputs before the exchange, own slice included.
   Bytes partials() const {
     const double rows = at_.own_tokens * at_.rank.query_heads;
     return timer_.activation_bytes(rows * static_cast<double>(at_.model.shape.value_dim)) +
@@ -109,8 +109,8 @@ class AttentionOperators {
     const auto context = static_cast<std::int64_t>(std::ceil(in_tokens(at_.workload.context)));
     const std::int64_t seen =
         is_windowed ? std::min(context, at_.model.window + at_.workload.step_tokens - 1) : context;
-    // Rank 0 owns the first chunk of each period: no rank reads more of a whole context. A window may begin
-    // in another's chunk, which moves the same number of chunks elsewhere.
+    // Rank 0 owns the first chunk of each period, so no rank reads more of a whole context. A window may
+    // begin in another rank's chunk, but that only moves the same number of chunks elsewhere.
     const auto local_tokens =
         static_cast<double>(KvLayout(at_.layout.kvp, at_.workload.chunk).length(seen, 0));
     hop_b_slices_ = 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times of collectives: every algorithm's formula, and the choice of the fastest.
+// Times of collectives: a formula for each algorithm, and the choice of the fastest.
 #include <algorithm>
 #include <bit>
 
@@ -9,12 +9,12 @@
 namespace helix::plan {
 namespace {
 
-/// A group cut by NVLink domains, all of them full but the last. The slowest rank counts: inside a domain one
-/// of a full domain, between domains one of the last, which sends most outside.
+/// A group divided into NVLink domains, all full but the last. The slowest rank counts: inside a domain, one
+/// of a full domain; between domains, one of the last, which sends the most outside.
 struct Spread {
   int ranks;
   int in_domain;       ///< Ranks of the group that share a full domain.
-  int in_last_domain;  ///< Ranks of the group in the domain that it fills least.
+  int in_last_domain;  ///< Ranks of the group in its least-filled domain.
   int domains;
   const Link& inside;
   const Link& outside;
@@ -35,7 +35,7 @@ struct Spread {
   Time direct_between_domains(Bytes message) const {
     return outside.latency + message * (domains - 1) / outside.bandwidth;
   }
-  /// The ranks of a domain receive what all others hold, `part` each, and share that evenly.
+  /// The ranks of a domain receive what all others hold, `part` from each, and divide that evenly.
   Time gather_between_domains(Bytes part) const {
     return outside.latency + part * (ranks - in_last_domain) / in_last_domain / outside.bandwidth;
   }
@@ -70,7 +70,7 @@ CollectiveTime all_reduce_time(const Spread& group, Bytes size) {
   return fastest.best();
 }
 
-/// All-gather, and reduce-scatter, which is the same backwards.
+/// All-gather; also reduce-scatter, which is the reverse.
 CollectiveTime all_gather_time(const Spread& group, Bytes size) {
   Fastest fastest;
   const Bytes part = size / group.ranks;
@@ -93,7 +93,7 @@ CollectiveTime broadcast_time(const Spread& group, Bytes size) {
   return fastest.best();
 }
 
-/// By the model alone.
+/// By the model, without measurements.
 CollectiveTime modelled(const Spread& spread, Collective collective, Bytes size) {
   switch (collective) {
     case Collective::all_reduce:
@@ -111,7 +111,7 @@ CollectiveTime modelled(const Spread& spread, Collective collective, Bytes size)
   return {};
 }
 
-/// Whether two of them make an all-reduce: it, or what is the same backwards, comes second.
+/// Whether an all-reduce consists of this collective and its reverse.
 bool is_half_of_all_reduce(Collective collective) {
   return collective == Collective::all_gather || collective == Collective::reduce_scatter ||
          collective == Collective::broadcast;

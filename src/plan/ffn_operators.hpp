@@ -47,8 +47,8 @@ class FfnOperators {
                    {.rows = at_.own_tokens,
                     .weights = at_.rank.router,
                     .activations = at_.own_tokens * (at_.hidden + num_experts)});
-    // Tokens to all ranks, or each to the ranks of the experts that it chose: as many EP groups as top_k
-    // draws hit, TPF ranks in each.
+    // Sends tokens to all ranks, or each only to the ranks of its chosen experts: as many EP groups as top_k
+    // draws hit, with TPF ranks each.
     const double groups_hit = at_.layout.ep * (1 - std::pow(1 - 1.0 / at_.layout.ep, top_k));
     const Bytes chosen =
         timer_.activation_bytes(at_.own_tokens / at_.layout.tpa * groups_hit * at_.layout.tpf * at_.hidden);

@@ -9,7 +9,7 @@
 namespace helix::plan {
 namespace {
 
-/// Positive and not NaN; infinite means unlimited.
+/// Requires a positive value that is not NaN; infinity means unlimited.
 void check_positive(std::string_view hardware, std::string_view name, double value, std::string_view unit) {
   HELIX_EXPECTS(value > 0, ErrorCode::invalid_argument, "hardware ", hardware, ": ", name, " is ", value, " ",
                 unit, "; it must be positive");

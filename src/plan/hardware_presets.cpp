@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Machines: what was measured here, what the vendor states, and what is assumed.
+// Machines: figures measured here, stated by the vendor, or assumed.
 #include <array>
 #include <sstream>
 
@@ -17,8 +17,8 @@ TimedSize timed(double kilobytes, double time_us) {
   return {bytes(kilobytes * 1e3), microseconds(time_us)};
 }
 
-/// docs/measurements and bench/results. The throughput of products, a link between two GPUs and everything
-/// outside the domain have no measurement there.
+/// Figures of docs/measurements and bench/results. They do not include the throughput of products, a link
+/// between two GPUs, or anything outside the domain.
 Hardware h200() {
   Hardware hardware;
   hardware.name = "h200";
@@ -37,8 +37,9 @@ Hardware h200() {
   hardware.inside = {microseconds(1.2), gigabytes_per_second(379)};
   hardware.outside = {microseconds(5), gigabytes_per_second(50)};
   // KvpAllToAll and combine over NCCL in a graph, less the 3 us that the combine counts as an operator; by
-  // bytes a rank, own slice included. The all-reduce is that of the whole decode steps. All from
-  // NVIDIA-H200-x4-2026-11-21.json, but the larger all-reduces from NVIDIA-H200-x2-2026-11-21.json.
+  // bytes per rank, own slice included. The all-reduce is that of whole decode steps. All from
+  // NVIDIA-H200-x4-2026-11-21.json, except the larger all-reduces, which are from
+  // NVIDIA-H200-x2-2026-11-21.json.
   hardware.measured = {
       {Collective::all_to_all,
        2,
@@ -49,13 +50,13 @@ Hardware h200() {
       {Collective::all_reduce, 2, {timed(262, 7.5), timed(8389, 44.8), timed(33554, 134)}},
       {Collective::all_reduce, 4, {timed(262, 10.3)}}};
   hardware.overheads.per_operator = microseconds(3);
-  // On two GPUs two slices took 21 us a layer longer; the curve, read at half the size twice, explains 9 of
-  // them.
+  // On two GPUs two slices took 21 us per layer longer. The curve, read twice at half the size, explains 9 us
+  // of that.
   hardware.overheads.per_slice = microseconds(6);
   return hardware;
 }
 
-/// The vendor's figures for GB200 NVL72, of one of its 72 GPUs and without sparsity.
+/// The vendor's figures for GB200 NVL72, per GPU of its 72, without sparsity.
 Hardware gb200() {
   Hardware hardware;
   hardware.name = "gb200";
@@ -73,10 +74,10 @@ Hardware gb200() {
   return hardware;
 }
 
-/// gb200 with two declared times, fitted so that at 1M tokens, 4 bits and up to 64 GPUs the fastest Helix
-/// layout is 1.13 (Llama-405B) and 1.50 times (DeepSeek-R1) as fast as the fastest baseline, which is what
-/// the paper reports: two unknowns, two equations, solved by Newton's method (3.53 and 36.65 us). They say
-/// how much time its simulator must add to reads and links; they are not measurements.
+/// gb200 with two declared times. They are fitted so that at 1M tokens, 4 bits and up to 64 GPUs the fastest
+/// Helix layout is 1.13 (Llama-405B) and 1.50 times (DeepSeek-R1) as fast as the fastest baseline, as the
+/// paper reports: two unknowns, two equations, solved by Newton's method (3.53 and 36.65 us). They say how
+/// much time the paper's simulator must add to reads and links; they are not measurements.
 Hardware gb200_fitted() {
   Hardware hardware = gb200();
   hardware.name = "gb200-fitted";
@@ -87,7 +88,7 @@ Hardware gb200_fitted() {
   return hardware;
 }
 
-/// Appendix A's machine: reads take time, nothing else does.
+/// The machine of appendix A: only reads take time.
 Hardware roofline_8000() {
   Hardware hardware = gb200();
   hardware.name = "roofline-8000";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layout: the rules of each strategy, and the layouts that keep them.
+// Layout: the rules of each strategy, and the layouts that obey them.
 #include <limits>
 #include <sstream>
 
@@ -10,8 +10,8 @@
 namespace helix::plan {
 namespace {
 
-/// Calls `report(parts...)` for each rule that the layout breaks: one walk for the answer and for the words.
-/// The widths are at least 1.
+/// Calls `report(parts...)` for each rule that the layout breaks; serves both the check and its messages. All
+/// widths are at least 1.
 template <class Report>
 void check_baseline(const Layout& layout, const Model& model, Report&& report) {
   const int n = layout.stage_size();
@@ -39,7 +39,7 @@ void check_baseline(const Layout& layout, const Model& model, Report&& report) {
     if (layout.ep > 1) report("EP is ", layout.ep, " but the model has no routed experts; use EP 1");
   } else {
     const MoeShape& moe = *model.shape.moe;
-    // Data-parallel attention keeps the shared experts with the attention of a token.
+    // Data-parallel attention keeps the shared experts on the ranks that attend to the token.
     const int shared_width = uses_attn_dp ? tpa : width;
     if (moe.num_experts % layout.ep != 0)
       report("num_experts ", moe.num_experts, " is not a multiple of EP ", layout.ep);
@@ -59,8 +59,8 @@ void check_baseline(const Layout& layout, const Model& model, Report&& report) {
   }
 }
 
-/// Whether each width is in [1, kMaxRanks], else products of the others would mean nothing, and the strategy
-/// and slices are some.
+/// Reports widths outside [1, kMaxRanks], which would make products of widths meaningless, and an unknown
+/// strategy or slices.
 template <class Report>
 bool widths_are_sound(const Layout& layout, Report&& report) {
   bool is_sound = true;

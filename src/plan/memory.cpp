@@ -62,7 +62,7 @@ std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const 
 
 namespace {
 
-/// `count` says how many layers of each kind a range holds.
+/// `count` returns how many layers of each kind a range holds.
 template <class CountLayers>
 RankMemoryPlan plan_memory_by(CountLayers&& count, const Model& model, const Precision& precision,
                               const Layout& layout, const Workload& workload) {
@@ -103,7 +103,7 @@ RankMemoryPlan plan_memory_by(CountLayers&& count, const Model& model, const Pre
   plan.weights = packed_bytes(most_weights, precision.weight_bits);
 
   const KvLayout kv_layout(layout.kvp, workload.chunk);
-  // Rank 0 owns the first chunk of each period: no rank holds more.
+  // Rank 0 owns the first chunk of each period, so no rank holds more.
   const std::int64_t pages = kv_layout.pages(
       static_cast<std::int64_t>(std::ceil(in_tokens(workload.context))), 0, workload.page_tokens);
   const Bytes page =
@@ -118,7 +118,7 @@ RankMemoryPlan plan_memory_by(CountLayers&& count, const Model& model, const Pre
                        stage_tokens * (hidden + 2 * rank.ffn_width + 2 * rank.shared_width);
   if (model.shape.moe) {
     activations += stage_tokens * static_cast<double>(model.shape.moe->top_k) *
-                   (hidden + 2 * rank.expert_width);  // as many choices as may meet on one rank
+                   (hidden + 2 * rank.expert_width);  // at most this many choices can land on one rank
   }
   constexpr double kLogitBits = 32;
   plan.workspace = packed_bytes(activations, precision.activation_bits) +

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Model: its checks and its sums.
+// Model: its checks and its totals.
 #include <cmath>
 #include <iterator>
 #include <string>
@@ -13,7 +13,7 @@
 namespace helix::plan {
 namespace {
 
-// More than any model by orders of magnitude; sums of products stay exact in a double.
+// More than any model by orders of magnitude, yet sums of products stay exact in a double.
 constexpr double kMaxParameters = 1e15;
 
 void check_size(std::string_view name, std::int64_t value, std::int64_t smallest, std::int64_t largest) {
@@ -45,7 +45,7 @@ std::int64_t norm_parameters(const Model& model) {
   return norms;
 }
 
-/// All parameters of the model, in doubles, which absurd sizes do not overflow.
+/// All parameters of the model. A double, which absurd sizes do not overflow.
 double total_parameters(const Model& model) {
   const auto layers = static_cast<double>(model.shape.num_layers);
   const auto hidden = static_cast<double>(model.shape.hidden);
@@ -87,7 +87,7 @@ void Model::check() const {
   for (const std::string& violation : detail::shape_violations(shape))
     wrong += (wrong.empty() ? "" : "; ") + violation;
   HELIX_EXPECTS(wrong.empty(), ErrorCode::invalid_argument, wrong);
-  // What a shape may leave out, and a step's time needs.
+  // A shape may leave these out, but a step's time needs them.
   check_size("num_layers", shape.num_layers, 1, kMaxCount);
   if (shape.mla) {
     check_size("qk_nope_head_dim", shape.mla->qk_nope_head_dim, 1, kMaxWidth);

@@ -9,13 +9,13 @@
 namespace helix::plan {
 namespace {
 
-/// Grouped-query attention, whose values are as wide as its keys.
+/// Grouped-query attention whose values are as wide as its keys.
 ModelShape grouped_query(ModelShape shape) {
   shape.value_dim = shape.head_dim;
   return shape;
 }
 
-/// Latent attention in its absorbed form: one KV head, the latent.
+/// Latent attention in absorbed form: the latent is the one KV head.
 ModelShape latent(ModelShape shape) {
   shape.num_kv_heads = 1;
   shape.head_dim = shape.mla->latent_dim();
@@ -59,7 +59,7 @@ Model llama_405b() {
                                   .num_layers = 126})};
 }
 
-/// DeepSeek-V3 and R1 have the same shape. Without the extra layer that predicts a second token.
+/// DeepSeek-V3 and R1 have the same shape. Omits the extra layer that predicts a second token.
 Model deepseek_r1() {
   return {.name = "deepseek-r1",
           .source = "config.json of deepseek-ai/DeepSeek-R1",
@@ -113,7 +113,7 @@ Model qwen3_32b() {
           .has_qk_norm = true};
 }
 
-/// Its intermediate_size belongs to no layer: all are MoE layers.
+/// The config's intermediate_size applies to no layer: all are MoE layers.
 Model qwen3_235b() {
   return {.name = "qwen3-235b-a22b",
           .source = "config.json of Qwen/Qwen3-235B-A22B",
@@ -139,7 +139,7 @@ Model mixtral_8x22b() {
                                   .moe = MoeShape{.num_experts = 8, .top_k = 2, .expert_ffn = 16384}})};
 }
 
-/// Even layers see 128 tokens. Biases and attention sinks, a few millionths of the model, are left out.
+/// Even layers see 128 tokens. Omits biases and attention sinks, a few millionths of the model.
 Model gpt_oss_120b() {
   return {.name = "gpt-oss-120b",
           .source = "config.json of openai/gpt-oss-120b",
@@ -154,8 +154,8 @@ Model gpt_oss_120b() {
           .full_attention_stride = 2};
 }
 
-/// The text model: every second layer routed, three of four layers attend within chunks of 8192 tokens, which
-/// are taken as windows.
+/// The text model. Every second layer is routed; three of four layers attend within chunks of 8192 tokens,
+/// which are treated as windows.
 Model llama_4_maverick() {
   return {.name = "llama-4-maverick",
           .source = "text_config in config.json of meta-llama/Llama-4-Maverick-17B-128E",

@@ -16,7 +16,7 @@ struct Product {
   double rows = 0;
   double weights = 0;      ///< Elements read.
   double activations = 0;  ///< Elements read and written.
-  double multiplies = 0;   ///< Multiply-adds in all; 0: rows * weights.
+  double multiplies = 0;   ///< Multiply-adds in total; 0: rows * weights.
 };
 
 /// Times operators and hands them to a sink, which sums or lists them.
@@ -81,7 +81,7 @@ class OperatorTimer {
     sink(result);
   }
 
-  /// The faster one: `kind` with everything, or an all-to-all with what was chosen.
+  /// The faster option: `kind` with everything, or an all-to-all with only what was chosen.
   template <class Sink>
   void faster(Sink& sink, Operator op, Collective kind, CommGroup group, Bytes all, Bytes chosen) const {
     const OperatorTime whole = timed_collective(op, Cost::token_exchange, kind, group, all);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one rank of a layout holds of a layer, in elements, and its share of a batch: what memory and step
-// time count alike.
+// What one rank of a layout holds of a layer, in elements, and its share of a batch; memory and step time
+// both count with it.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ inline LayerCounts count_layers(const Model& model, Range layers) {
   return counts;
 }
 
-/// Layers before each and before the end: what any range holds is a difference of two.
+/// Layers before each layer and before the end; the count of any range is the difference of two entries.
 inline std::vector<LayerCounts> count_layers_before(const Model& model) {
   std::vector<LayerCounts> before(static_cast<std::size_t>(model.shape.num_layers) + 1);
   for (std::int64_t layer = 0; layer < model.shape.num_layers; ++layer) {
@@ -50,13 +50,13 @@ inline LayerCounts count_layers(const std::vector<LayerCounts>& before, Range la
   return counts;
 }
 
-/// Weights of one layer on one rank, and the widths of its activations. Doubles: they enter products.
+/// Weights of one layer on one rank, and widths of its activations. Doubles, because they enter products.
 struct RankElements {
   double query_heads = 0;     ///< Query heads that the rank attends with.
   double combined_heads = 0;  ///< Heads whose exact attention it holds after the exchange.
-  double kv_row = 0;          ///< Elements of a token's K and V, or of its latent: what attention reads.
-  double kv_stored = 0;       ///< Elements that they take in the cache, whose rows of V are D wide.
-  double qkv = 0;             ///< Every weight before attention.
+  double kv_row = 0;          ///< Elements of a token's K and V, or latent, that attention reads.
+  double kv_stored = 0;       ///< Elements that these take in the cache, whose V rows are D wide.
+  double qkv = 0;             ///< All weights before attention.
   double qkv_width = 0;       ///< Width of the query as attention reads it, and of a token's K and V.
   double value_up = 0;        ///< MLA's W_UV
   double output = 0;
@@ -65,7 +65,7 @@ struct RankElements {
   double ffn_width = 0;  ///< F of the dense FFN
   double shared_width = 0;
   double expert_width = 0;  ///< F of one routed expert.
-  double experts = 0;       ///< Routed experts that it holds.
+  double experts = 0;       ///< Routed experts that the rank holds.
   double router = 0;
   double vocab = 0;  ///< Rows of the vocabulary.
 
@@ -118,12 +118,12 @@ inline RankElements rank_elements(const Model& model, const Layout& layout) {
   return rank;
 }
 
-/// The part of a batch that the fullest rank works on.
+/// The part of a batch on the fullest rank.
 struct RankBatch {
   std::int64_t replica = 0;        ///< Sequences of a replica.
-  std::int64_t micro_batches = 1;  ///< Micro-batches that share its pipeline.
+  std::int64_t micro_batches = 1;  ///< Micro-batches that share a replica's pipeline.
   std::int64_t stage = 0;          ///< Sequences that a stage works on at a time.
-  std::int64_t attention = 0;      ///< Sequences among those that one rank attends to.
+  std::int64_t attention = 0;      ///< Sequences of a stage that one rank attends to.
   std::int64_t cached = 0;         ///< Sequences whose KV one rank holds.
 };
 

@@ -13,12 +13,12 @@
 namespace helix::plan {
 namespace {
 
-/// Throws: no layout of the space is legal, on whatever batch. Says which numbers of GPUs were asked for, and
-/// the nearest other one that has a layout.
+/// Throws because no layout of the space is legal for any batch. Names the numbers of GPUs that were asked
+/// for, and the nearest other one that has a layout.
 [[noreturn]] void throw_illegal(const StepModel& model, const Workload& workload, const SearchSpace& space) {
   const std::vector<int>& asked = space.gpu_counts;
   std::vector<int> others;
-  if (asked.empty()) {  // the powers of two beyond; those up to max_gpus were tried
+  if (asked.empty()) {  // only larger powers of two: those up to max_gpus were tried
     for (int gpus = 1; gpus <= kMaxRanks; gpus *= 2) {
       if (gpus > space.max_gpus) others.push_back(gpus);
     }
@@ -142,7 +142,7 @@ std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>& candidate
     if (x.tokens_per_gpu() != y.tokens_per_gpu()) return x.tokens_per_gpu() > y.tokens_per_gpu();
     return a < b;
   });
-  // From the fastest on, only what gives more a GPU than all before it.
+  // In order from the fastest, keeps only what yields more per GPU than everything before it.
   std::vector<std::size_t> frontier;
   for (const std::size_t i : order) {
     if (frontier.empty() ||

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Why the runners-up of a search lost.
+// Explains why the runners-up of a search lost.
 #include <algorithm>
 #include <cmath>
 #include <iomanip>
@@ -18,8 +18,8 @@
 namespace helix::plan {
 namespace {
 
-/// The best configuration of one kind seen so far: one that meets everything before one that is too slow, and
-/// that before one that does not fit.
+/// The best configuration of one kind so far. One that meets all requirements ranks before one that is too
+/// slow, and that before one that does not fit.
 struct Runner {
   enum class State : std::uint8_t { meets_all, over_ttl, out_of_memory };
   State state = State::out_of_memory;
@@ -42,13 +42,13 @@ bool replaces(const Runner& next, const Runner& now, Objective objective) {
   return false;
 }
 
-/// Of one sequence: TTL, or for throughput the GPU time behind a token.
+/// The cost of a time: TTL, or for throughput the GPU time per token.
 Time charge(Objective objective, Time time, const StepTotals& totals) {
   if (objective == Objective::latency) return time;
   return time * totals.num_gpus / static_cast<double>(totals.batch);
 }
 
-/// The cost by which `loser` exceeds `winner` most.
+/// The cost in which `loser` exceeds `winner` most.
 std::pair<Cost, Time> largest_excess(Objective objective, const StepTotals& loser, const StepTotals& winner) {
   Cost worst = Cost::kv_read;
   Time excess = microseconds(-std::numeric_limits<double>::infinity());
@@ -64,7 +64,7 @@ std::pair<Cost, Time> largest_excess(Objective objective, const StepTotals& lose
   return {worst, excess};
 }
 
-/// With four digits that count, or all before the point; never with an exponent.
+/// Formats with four significant digits, or all digits before the point; never with an exponent.
 std::string decimal(double value) {
   const double size = std::abs(value);
   const int magnitude = size > 0 && std::isfinite(size) ? static_cast<int>(std::floor(std::log10(size))) : 0;
@@ -78,7 +78,7 @@ std::string decimal(double value) {
   return text;
 }
 
-/// Whether both read the same, so that a sentence says how little they differ.
+/// Whether both print the same, so that the text must say how little they differ.
 bool reads_alike(double a, double b) {
   return decimal(a) == decimal(b);
 }
@@ -147,7 +147,7 @@ std::vector<Loss> explain_losses(const StepModel& model, const Workload& workloa
                                  const SearchResult& result) {
   if (!result.best) return {};
   const Candidate& winner = result.candidates[*result.best];
-  using Kind = std::pair<Strategy, bool>;  // and whether HOP-B is off
+  using Kind = std::pair<Strategy, bool>;  // strategy, and whether HOP-B is off
   std::map<Kind, Runner> runners;
   detail::for_each_configuration(
       model.model(), workload, space, [&](const Layout& layout, const Workload& load) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The walk through a search space, which the search and its explanation share.
+// Iterates over a search space, for the search and for its explanation.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ inline std::vector<std::int64_t> powers_of_two(std::int64_t last) {
   return powers;
 }
 
-/// Calls `visit(layout, workload)` for each configuration of the space; memory and time are not looked at.
-/// @throws as SearchSpace::check() and Workload::check().
+/// Calls `visit(layout, workload)` for each configuration of the space, without regard to memory and time.
+/// @throws what SearchSpace::check() and Workload::check() throw.
 template <class Visit>
 void for_each_configuration(const Model& model, const Workload& workload, const SearchSpace& space,
                             Visit&& visit) {
@@ -61,7 +61,7 @@ void for_each_configuration(const Model& model, const Workload& workload, const 
   }
 }
 
-/// Whether `a` answers `objective` better than `b`.
+/// Whether `a` meets `objective` better than `b`.
 inline bool is_better(Objective objective, const StepTotals& a, const StepTotals& b) {
   const bool is_faster = a.ttl < b.ttl;
   const bool gives_more = a.tokens_per_gpu() > b.tokens_per_gpu();

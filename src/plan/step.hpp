@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Step: the operators of one configuration, handed one by one to a sink that sums or lists them.
+// Step: hands the operators of one configuration one by one to a sink that sums or lists them.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace helix::plan::detail {
 
-/// One configuration, from which the operators of each part of the model follow.
+/// One configuration, which determines the operators of each part of the model.
 class Step {
  public:
   Step(const StepModel& step_model, FlopRate product_rate, FlopRate attention_rate, const Layout& layout,
@@ -22,12 +22,12 @@ class Step {
         at_(step_model.model(), layout, workload),
         attention_(timer_, at_, attention_rate),
         ffn_(timer_, at_) {}
-  Step(const Step&) = delete;  // parts of it borrow from others
+  Step(const Step&) = delete;  // its parts refer to each other
   Step& operator=(const Step&) = delete;
 
   const RankBatch& batch() const { return at_.batch; }
 
-  /// Slices of the layer that was walked last.
+  /// Slices of the last layer that was walked.
   int hop_b_slices() const { return attention_.hop_b_slices(); }
 
   /// An operator that takes a declared time and nothing else.
@@ -55,7 +55,7 @@ class Step {
                    {.rows = at_.stage_tokens,
                     .weights = at_.rank.vocab * at_.hidden,
                     .activations = at_.stage_tokens * (at_.hidden + at_.rank.vocab)});
-    // A candidate a rank: token and value.
+    // Each rank sends one candidate: token and value.
     constexpr double kCandidateBytes = 8;
     timer_.collective(sink, Operator::sample_gather, Cost::vocabulary, Collective::all_gather,
                       {at_.layout.ffn_width(), 1},
@@ -82,8 +82,8 @@ class Step {
     }
   }
 
-  /// Each of the pipeline's sends, the slow ones between domains apart. A domain holds whole stages, as many
-  /// as fit, and a stage that is larger begins at a domain's edge: as collective_time() takes them to lie.
+  /// The sends of the pipeline; those between domains, which are slower, are separate. A domain holds as many
+  /// whole stages as fit, and a larger stage begins at the edge of a domain, as collective_time() assumes.
   template <class Sink>
   void sends(Sink& sink) const {
     if (at_.layout.pp == 1) return;

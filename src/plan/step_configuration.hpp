@@ -11,7 +11,7 @@
 
 namespace helix::plan::detail {
 
-/// What the operators of a step follow from, beside the machine. Doubles enter products.
+/// What determines the operators of a step, apart from the machine. Doubles enter products.
 struct StepConfiguration {
   StepConfiguration(const Model& model, const Layout& layout, const Workload& workload)
       : model(model),
@@ -31,7 +31,7 @@ struct StepConfiguration {
   RankElements rank;
   RankBatch batch;
   double hidden;        ///< M.
-  double own_tokens;    ///< Tokens that a rank of attention works on.
+  double own_tokens;    ///< Tokens that a rank works on in attention.
   double stage_tokens;  ///< Tokens of all ranks of the stage.
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StepModel: sums and lists of a step's operators, and the pipeline.
+// StepModel: totals and lists of a step's operators, and the pipeline.
 #include <algorithm>
 #include <sstream>
 
@@ -12,7 +12,7 @@
 namespace helix::plan {
 namespace {
 
-/// Keeps sums alone: what evaluate() needs.
+/// Keeps only sums, which is all that evaluate() needs.
 struct SumSink {
   Time time;
   std::array<Time, kNumCosts> by_cost{};
@@ -30,7 +30,7 @@ struct SumSink {
   }
 };
 
-/// Keeps the operators, marked with where they run and how often.
+/// Keeps the operators, with where they run and how often.
 struct ListSink {
   std::vector<OperatorTime>& operators;
   bool is_moe = false;
@@ -49,8 +49,8 @@ constexpr std::size_t index(Cost cost) {
   return static_cast<std::size_t>(cost);
 }
 
-/// Width of the operands that elements of so many stored bits are: their scales take up to an eighth beside
-/// it, as those of nvfp4 (4.5 bits) and mxfp4 (4.25).
+/// Operand width for elements of `stored` bits. Their scales add up to an eighth, as for nvfp4 (4.5 bits) and
+/// mxfp4 (4.25).
 double operand_bits(double stored) {
   for (const double width : {4.0, 8.0, 16.0, 32.0})
     if (stored >= width && stored <= width * 1.125) return width;
@@ -151,7 +151,7 @@ StepReport StepModel::explain(const Layout& layout, const Workload& workload) co
   step.last(list);
   Time sum;
   for (const OperatorTime& op : report.operators) sum += op.exposed();
-  // Sums of differently ordered doubles differ in their last bits; a real wait is longer.
+  // Sums of doubles in different orders differ in their last bits; a real wait is longer.
   if (layout.pp > 1 && report.totals.ttl > sum * (1 + 1e-9)) {
     OperatorTime wait = step.declared(Operator::pipeline_wait, report.totals.ttl - sum);
     wait.overhead = Time{};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Workload: its checks.
+// Checks of Workload.
 #include <cmath>
 
 #include <helix/error.hpp>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of bf16 weights with bf16 activations by AVX-512's dot products of pairs: twice the rate of f32
-// vectors, and nothing to widen.
+// vectors, and no widening.
 #include <cstring>
 
 #include "cpu/linear/task.hpp"
@@ -16,13 +16,13 @@
 #include "cpu/linear/blocks.hpp"
 #include "cpu/x86_features.hpp"
 
-// g++ 12 warns of its own header: intrinsics start from vectors left undefined on purpose.
+// g++ 12 warns about its own header, where intrinsics start from vectors that are undefined on purpose.
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-// For these functions only: the rest of the program runs on older machines too.
+// Applied to these functions only, because the rest of the program must run on older machines.
 #define HELIX_BF16_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"
 #define HELIX_BF16 __attribute__((target(HELIX_BF16_TARGET), noinline))
 #define HELIX_BF16_INLINE __attribute__((target(HELIX_BF16_TARGET), always_inline)) inline
@@ -60,11 +60,11 @@ constexpr __mmask32 mask_of(std::int64_t count) {
   return static_cast<__mmask32>((std::uint64_t{1} << count) - 1);
 }
 
-constexpr std::int64_t kLineElements = 32;  // of a cache line, which is a step too
+constexpr std::int64_t kLineElements = 32;  // elements of a cache line, which is also a step
 
-/// A row of weights that begins anywhere in a cache line, as those of a mapped file do: lines are loaded
-/// whole, in their order, and put together in registers. Loads across lines take one row of activations 7 %
-/// more, and eight rows 40 (Zen 5).
+/// A row of weights that may begin inside a cache line, as rows of a mapped file do. Loads whole lines in
+/// order and joins them in registers. Loads across lines take one row of activations 7 % longer, and eight
+/// rows 40 % (Zen 5).
 class LineJoiner {
  public:
   HELIX_BF16_INLINE LineJoiner(const bf16* row, std::int64_t cols) {
@@ -78,21 +78,22 @@ class LineJoiner {
     before_ = _mm512_maskz_loadu_epi16(first, lines_);
   }
 
-  /// Columns up to which load() gives all that a step needs.
+  /// Columns up to which load() provides everything that a step needs.
   HELIX_BF16_INLINE std::int64_t whole() const {
     return std::max((end_ - kLineElements) / kLineElements, std::int64_t{0}) * kLineElements;
   }
-  /// The line that elements [d, d + 32) end in.
+  /// The line in which elements [d, d + 32) end.
   HELIX_BF16_INLINE __m512i load(std::int64_t d) const {
     return _mm512_loadu_si512(lines_ + d + kLineElements);
   }
-  /// The same where the row ends, zeros behind it. A line of which nothing is loaded would still be fetched.
+  /// As load() at the end of the row, zeros after it. Does not touch a line without elements: it would be
+  /// fetched.
   HELIX_BF16_INLINE __m512i load_end(std::int64_t d) const {
     const std::int64_t count = std::min(end_ - d - kLineElements, kLineElements);
     if (count <= 0) return _mm512_setzero_si512();
     return _mm512_maskz_loadu_epi16(mask_of(count), lines_ + d + kLineElements);
   }
-  /// Elements [d, d + 32), of the lines that were loaded for d, now, and for d - 32, the call before.
+  /// Elements [d, d + 32), from the line loaded for d and the line of the previous call, for d - 32.
   HELIX_BF16_INLINE __m512i join(__m512i line) {
     const __m512i joined = _mm512_permutex2var_epi16(before_, order_, line);
     before_ = line;
@@ -101,17 +102,17 @@ class LineJoiner {
 
  private:
   const bf16* lines_;
-  std::int64_t end_;  // of the row, from the beginning of its first line on
+  std::int64_t end_;  // elements from the start of the row's first line to the row's end
   __m512i order_;
   __m512i before_;
 };
 
-/// bf16 weights against packed bf16.
+/// bf16 weights times packed bf16.
 struct Dots {
   using Weight = bf16;
   using Row = bf16;
-  /// Columns after which sums are folded: kBlockRows rows of activations, 16 KB, stay in L1, and folding
-  /// takes 5 % of a product in caches (10 with 1024). The same for every R, so that sums have one order.
+  /// Columns after which sums are folded. kBlockRows rows of activations, 16 KB, stay in L1, and folding
+  /// takes 5 % of a product in caches (10 with 1024). Equal for every R, so that sums have one order.
   static constexpr std::int64_t kChunk = 2048;
   static constexpr std::int64_t kStep = 32;
   static constexpr std::int64_t kSumFloats = 16;
@@ -184,7 +185,7 @@ struct Dots {
       LineJoiner weights[K] = {LineJoiner(first, strip.cols),
                                LineJoiner(first + strip.second(n), strip.cols)};
       const bf16* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
-      // Weights that begin between two lines end in one more.
+      // Weights that begin inside a cache line end in one more line.
       HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) __builtin_prefetch(ahead[k] + strip.cols - 1, 0, 2);
       __m512 acc[kSums];  // [block][weight row][activation row]
       HELIX_BF16_UNROLL for (int i = 0; i < kSums; ++i) {
@@ -205,7 +206,7 @@ struct Dots {
   }
 
  private:
-  /// Columns `columns` of a pair of weight rows, up to their end or not.
+  /// Columns `columns` of a pair of weight rows, with or without their end.
   template <int R0, int R1, bool kIsEnd>
   HELIX_BF16_INLINE static void add_columns(const Strip<bf16>& strip, LineJoiner (&weights)[kStripGroup],
                                             const bf16* const (&ahead)[kStripGroup], Range columns,
@@ -224,7 +225,7 @@ struct Dots {
     }
   }
 
-  /// Stores the sums of R vectors, and of some of them again up to four.
+  /// Stores the sums of R vectors, filled up to four by repeating some.
   template <int R>
   HELIX_BF16_INLINE static void store_dots(const __m512* acc, float* dots) {
     _mm_storeu_ps(dots, sum_four(acc[0], acc[R > 1 ? 1 : 0], acc[R > 2 ? 2 : 0], acc[R > 3 ? 3 : 0]));
@@ -247,9 +248,9 @@ HELIX_BF16_INLINE __m512 add_dot(__m512 acc, __m512i w, const bf16* x) {
   return _mm512_dpbf16_ps(acc, pairs(w), pairs(_mm512_loadu_si512(x)));
 }
 
-/// The dot product of a chunk of a weight row with one activation row. A loop that loads kLines lines of a
-/// weight row before it multiplies them is what hardware follows best: 28 GB/s with two where line after line
-/// reads 22, and 23 with four where rows are long.
+/// The dot product of a chunk of a weight row with one activation row. Hardware follows best a loop that
+/// loads kLines lines of a weight row before it multiplies them: 28 GB/s with two lines, where line after
+/// line reads 22, and 23 with four if rows are long.
 template <int kLines>
 HELIX_BF16 float dot_aligned_row(const bf16* weight, const bf16* x, std::int64_t cols) {
   __m512 acc = _mm512_setzero_ps();
@@ -258,7 +259,7 @@ HELIX_BF16 float dot_aligned_row(const bf16* weight, const bf16* x, std::int64_t
     __m512i w[kLines];
     HELIX_BF16_UNROLL for (int line = 0; line < kLines; ++line) {
       w[line] = _mm512_loadu_si512(weight + d + line * kLineElements);
-      __asm__("" : "+v"(w[line]));  // loaded here, not where it is multiplied
+      __asm__("" : "+v"(w[line]));  // load here, not where it is multiplied
     }
     HELIX_BF16_UNROLL for (int line = 0; line < kLines; ++line) {
       acc = add_dot(acc, w[line], x + d + line * kLineElements);
@@ -271,7 +272,7 @@ HELIX_BF16 float dot_aligned_row(const bf16* weight, const bf16* x, std::int64_t
   return _mm_cvtss_f32(sum_four(acc, acc, acc, acc));
 }
 
-/// The same for a row that does not begin with a line.
+/// As above, for a row that does not begin at a line.
 template <int kLines>
 HELIX_BF16 float dot_shifted_row(const bf16* weight, const bf16* x, std::int64_t cols) {
   LineJoiner weights(weight, cols);

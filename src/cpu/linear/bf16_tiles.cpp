@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of bf16 weights with bf16 activations on tile registers.
 //
-// 32 weight rows meet up to 32 rows of activations: four tiles of sums, two of weights, two of activations.
-// Up to 32 rows of activations the tiles are loaded from where the weights lie, each row on for 4 KB. More
-// rows pass by a copy, tile after tile, because 32 rows a power of two apart share too few lines of L1; a
-// panel of it stays there while the activations come from L2, where they wait for the next weights.
+// A product takes 32 weight rows and up to 32 activation rows: four tiles of sums, two of weights, two of
+// activations. With up to 32 activation rows, tiles are loaded from the weights in place, each row for 4 KB.
+// With more rows the weights are copied tile by tile, because 32 rows a power of two apart share too few
+// lines of L1. A panel of the copy stays in L1 while activations come from L2, where they stay for the next
+// weights.
 #include "cpu/linear/task.hpp"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -24,16 +25,16 @@ namespace {
 constexpr std::int64_t kLineBytes = 64;
 constexpr std::int64_t kTile = amx::kRows * amx::kStep;  // elements
 constexpr std::int64_t kTileSums = amx::kRows * amx::kRows;
-constexpr std::int64_t kBlock = 2 * amx::kRows;  ///< weight rows, and activation rows, of a product
+constexpr std::int64_t kBlock = 2 * amx::kRows;  ///< Weight rows, and activation rows, of a product.
 constexpr std::int64_t kBlockSums = 4 * kTileSums;
-/// Columns after which sums are folded: those of multiply_tiles().
+/// Columns after which sums are folded; equal to that of multiply_tiles().
 constexpr std::int64_t kChunk = 2048;
-/// Columns of a copy of weights that stay in L1, 32 KB.
+/// Columns of a panel: a copy of weights that stays in L1, 32 KB.
 constexpr std::int64_t kPanel = 512;
-/// Activation rows whose sums are kept while panels change, 32 KB.
+/// Activation rows whose sums are kept while panels change; 32 KB.
 constexpr std::int64_t kGroupRows = 256;
 
-/// Weight tiles of one product, two a step.
+/// The weight tiles of one product, two per step.
 struct WeightTiles {
   const std::byte* first;
   const std::byte* second;
@@ -41,7 +42,7 @@ struct WeightTiles {
   std::int64_t step_bytes;
 };
 
-/// sums[activation tile][weight tile][weight row][activation row] = or += products over `steps`.
+/// sums[activation tile][weight tile][weight row][activation row] = or += the products over `steps`.
 template <int kRowTiles>
 HELIX_AMX void multiply_block(const WeightTiles& weights, const bf16* rows, std::int64_t to_next_rows,
                               std::int64_t steps, float* sums, bool continues, amx::Ahead ahead) {
@@ -85,7 +86,7 @@ HELIX_AMX void multiply_block(const WeightTiles& weights, const bf16* rows, std:
   amx::barrier();
 }
 
-/// Copies `count` weight rows of `cols` columns, zeros behind both: [step][two tiles].
+/// Copies `count` weight rows of `cols` columns as [step][two tiles]; zeros after both.
 HELIX_AMX void copy_weights(const bf16* from, std::int64_t stride, std::int64_t count, std::int64_t cols,
                             bf16* to) {
   for (std::int64_t row = 0; row < kBlock; ++row, from += stride, to += amx::kStep) {
@@ -98,7 +99,7 @@ HELIX_AMX void copy_weights(const bf16* from, std::int64_t stride, std::int64_t 
   }
 }
 
-/// Adds a tile of sums, [weight row][activation row], to `out`, or puts it there.
+/// Adds a tile of sums, [weight row][activation row], to `out`, or stores it.
 HELIX_AMX void add_tile(const float* sums, float* out, std::int64_t out_stride, std::int64_t num_weights,
                         std::int64_t num_rows, bool adds) {
   __m512i x[amx::kRows];
@@ -210,7 +211,7 @@ class Walk {
   alignas(64) float sums_[kGroupRows / kBlock * kBlockSums];
 };
 
-/// 16 floats in the upper halves of their lanes, rounded to the nearest bf16 as bf16() does.
+/// 16 floats, rounded to nearest bf16 as bf16() does, in the upper halves of their lanes.
 HELIX_AVX512 __m512i round_upper(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

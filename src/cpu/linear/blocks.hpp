@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which packed activation rows meet weight rows, whatever multiplies them.
+// The order in which packed activation rows are multiplied with weight rows, for any kernel.
 //
-// Weights are read once. A block of them is small enough for L2, where it waits for all chunks of columns
-// and blocks of activations; meanwhile the next block is asked for line by line in the order of addresses,
-// which reads 95 % of what a plain stream does where blocks that are only read reach 65 to 85.
+// Weights are read from memory once. A block of weights is small enough for L2 and stays there for all chunks
+// of columns and blocks of activations. Meanwhile the next block is prefetched line by line in address order,
+// which reaches 95 % of a plain stream's bandwidth; blocks that are only read reach 65 to 85.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,13 @@
 
 namespace helix::cpu::linear {
 
-/// Cache lines that a kernel asks for, step by step.
+/// Cache lines that a kernel prefetches, step by step.
 struct Ahead {
   const char* next = nullptr;
-  std::int64_t line_bytes = 0;  ///< From one line that is asked for to the next.
+  std::int64_t line_bytes = 0;  ///< Bytes between consecutive prefetches.
 };
 
-/// One product of a group of weight rows with a block of activation rows over a chunk of columns.
+/// The product of a group of weight rows with a block of activation rows over a chunk of columns.
 template <class T>
 struct Tile {
   const T* weight;
@@ -34,7 +34,7 @@ struct Tile {
   Ahead ahead;
 };
 
-/// Weight rows that a product of a strip takes at once.
+/// Weight rows that the product of a strip multiplies at once.
 inline constexpr int kStripGroup = 2;
 
 /// The products of some weight rows with one or two blocks of activation rows over a strip of columns.
@@ -43,24 +43,24 @@ struct Strip {
   const T* weight = nullptr;
   std::int64_t stride = 0;
   std::int64_t count = 0;        ///< Weight rows.
-  std::int64_t ahead_rows = 0;   ///< What is asked for meanwhile: the row so many rows on, if there is one,
-  std::int64_t next_offset = 0;  ///< else the one that lies so many elements behind.
-  const void* rows[2] = {};      ///< Packed, of each block.
+  std::int64_t ahead_rows = 0;   ///< Prefetch the row this many rows ahead, if there is one,
+  std::int64_t next_offset = 0;  ///< else what is this many elements after the current row.
+  const void* rows[2] = {};      ///< Packed rows of each block.
   std::int64_t cols = 0;
-  bool is_first = false;  ///< Of its chunk of columns, so that there are no sums yet.
-  bool is_last = false;   ///< Of its chunk, whose dots are wanted.
+  bool is_first = false;  ///< First strip of its chunk: there are no sums yet.
+  bool is_last = false;   ///< Last strip of its chunk: write the dots.
   float* sums = nullptr;  ///< [count, rounded up to kStripGroup][R] vectors, between strips of a chunk.
   float* dots = nullptr;  ///< [count, rounded up to kStripGroup][R] and three more.
 
-  /// What is asked for while weight row `n` is multiplied.
+  /// What is prefetched while weight row `n` is multiplied.
   const T* ahead(std::int64_t n) const {
     return weight + n * stride + (n + ahead_rows < count ? ahead_rows * stride : next_offset);
   }
-  /// From weight row `n` to the one behind, or to itself if it is the last.
+  /// Elements from weight row `n` to the next one, or 0 if it is the last.
   std::int64_t second(std::int64_t n) const { return n + 1 < count ? stride : 0; }
 };
 
-/// Adds the dots of a tile to `out`, or puts them there.
+/// Adds the dots of a tile to `out`, or stores them if `is_first`.
 template <int R>
 void add_dots(const Task& task, const float* dots, std::int64_t row, std::int64_t first, std::int64_t count,
               bool is_first) {
@@ -71,7 +71,7 @@ void add_dots(const Task& task, const float* dots, std::int64_t row, std::int64_
   }
 }
 
-/// Calls use.operator()<R>(row) for each packed block of activations, of R rows from `row` on.
+/// Calls use.operator()<R>(row) for each packed block of activations, with R rows starting at `row`.
 template <class Use>
 void for_each_row_block(std::int64_t num_rows, const Use& use) {
   for (std::int64_t row = 0; row < num_rows; row += kBlockRows) {
@@ -86,12 +86,12 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
   }
 }
 
-/// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
-/// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; kSumFloats, floats of a vector
-/// of sums; kReadsAhead, whether it knows Reading::ahead, Reading::rows and Reading::strips; multiply<R,
-/// kLines>(Tile), which asks for kLines lines a step: 0 or, where it reads ahead, 1, kGroup<R> or
-/// half of that, rounded up; multiply_row<R>(Tile, ahead), one weight row, which asks for what lies `ahead`
-/// elements behind each step that it reads; and multiply_strip<R0, R1>(Strip), blocks of R0 and R1 rows.
+/// Executes one task. `Kernel` provides: Weight, the stored type; Row, the packed type; kChunk, columns after
+/// which sums are folded; kGroup<R>, weight rows at once; kStep, columns per step; kSumFloats, floats of a
+/// vector of sums; kReadsAhead, whether it supports Reading::ahead, Reading::rows and Reading::strips;
+/// multiply<R, kLines>(Tile), which prefetches kLines lines per step (0, or if it reads ahead 1, kGroup<R> or
+/// half of that, rounded up); multiply_row<R>(Tile, ahead) for one weight row, which prefetches `ahead`
+/// elements after each step that it reads; and multiply_strip<R0, R1>(Strip), for blocks of R0 and R1 rows.
 template <class Kernel>
 class BlockWalk {
   using Weight = typename Kernel::Weight;
@@ -114,21 +114,21 @@ class BlockWalk {
   }
 
  private:
-  /// Blocks of activations beyond which weights take too small a part of the time to be asked for.
+  /// With more blocks of activations, reading weights takes too small a part of the time for prefetching.
   static constexpr std::int64_t kMaxBlocksAhead = 16;
 
-  /// Packed activations that stay in L1 beside the weights that pass by.
+  /// Most bytes of packed activations that stay in L1 while weights stream past.
   static constexpr std::int64_t kNearBytes = 32 << 10;
-  /// How long before it is read Reading::rows asks for a line.
+  /// How far ahead Reading::rows prefetches a line.
   static constexpr std::int64_t kRowsAheadBytes = 8 << 10;
-  /// Weight rows of which a strip is multiplied before the next one.
+  /// Weight rows per strip, before the next strip.
   static constexpr std::int64_t kStripRows = 48;
-  /// How long before it is read Reading::strips asks for a line.
+  /// How far ahead Reading::strips prefetches a line.
   static constexpr std::int64_t kStripAheadBytes = 12 << 10;
-  /// Activations of a strip: a third of L1, through which weights and sums pass too.
+  /// Bytes of a strip's activations: a third of a 48 KiB L1, which weights and sums use too.
   static constexpr std::int64_t kStripBytes = 16 << 10;
 
-  /// Columns of a strip of R activation rows, a power of two of them a chunk.
+  /// Columns of a strip of R activation rows; a chunk has a power of two of strips.
   template <std::int64_t R>
   static constexpr std::int64_t strip_cols() {
     std::int64_t cols = Kernel::kChunk;
@@ -136,8 +136,8 @@ class BlockWalk {
     return cols;
   }
 
-  /// Up to two blocks of activations memory sets the pace, and a block of weights that is small leaves L2 to
-  /// the next one; beyond, activations come from L2 too, once a block.
+  /// Up to two blocks of activations memory is the limit, and a small block of weights leaves room in L2 for
+  /// the next one; beyond, activations come from L2 too, once per block of weights.
   std::int64_t block_weight_rows() const {
     if (task_.num_rows == 1) return Kernel::template kGroup<1>;
     if (task_.num_rows == 2) return Kernel::template kGroup<2>;
@@ -168,7 +168,7 @@ class BlockWalk {
       use(begin, std::min<std::int64_t>(Kernel::kChunk, task_.cols - begin));
   }
 
-  /// Whether one block holds all activations, and L1 all of their columns.
+  /// Whether all activations are one block, and all of their columns fit in L1.
   bool are_near() const {
     return row_blocks_ == 1 &&
            packed_rows(task_.num_rows) * packed_cols(task_.cols) * static_cast<std::int64_t>(sizeof(Row)) <=
@@ -182,7 +182,7 @@ class BlockWalk {
     });
   }
 
-  /// All rows of activations with weight row `n`.
+  /// Multiplies all rows of activations with weight row `n`.
   template <int R>
   void multiply_row(std::int64_t n, std::int64_t begin, std::int64_t cols) {
     constexpr std::int64_t kAhead = kRowsAheadBytes / static_cast<std::int64_t>(sizeof(Weight));
@@ -203,7 +203,7 @@ class BlockWalk {
     }
   }
 
-  /// One or two blocks of activations, from `row` on.
+  /// Multiplies one or two blocks of activations, starting at `row`.
   void multiply_strips_of_rows(std::int64_t row, std::int64_t first, std::int64_t count, std::int64_t begin,
                                std::int64_t cols) {
     const std::int64_t num_rows = std::min(task_.num_rows - row, 2 * kBlockRows);
@@ -241,8 +241,8 @@ class BlockWalk {
       strip.sums = sums;
       strip.dots = dots;
       if (row == 0) {
-        // Later rows find the weights in L2. Behind the last one comes the first one of the next strip, or of
-        // the next rows.
+        // Later activation rows find the weights in L2. After the last weight row comes the first one of the
+        // next strip, or of the next group of rows.
         const bool is_end = end == task_.cols;
         const std::int64_t next =
             is_end ? kAhead * task_.cols - at : (kAhead - count) * task_.cols + end - at;
@@ -263,7 +263,7 @@ class BlockWalk {
     alignas(64) float dots[static_cast<std::size_t>(kGroup * R)];
     const auto* rows = static_cast<const Row*>(task_.in) + row * packed_cols(task_.cols) + begin * R;
     const bool is_first = begin == 0 && !task_.accumulate;
-    // The bytes of a step's weights, shared among the blocks of activations that pass by them.
+    // Prefetching a step's bytes of weights is divided among the blocks of activations.
     const std::int64_t step_bytes =
         kGroup * Kernel::kStep * static_cast<std::int64_t>(sizeof(Weight)) / row_blocks_;
     const std::int64_t lines =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel, in what order the activations, how many weight rows a task, and how they are read.
+// Chooses the kernel, packs activations, divides weight rows into tasks, and chooses how to read them.
 #include "cpu/linear/product.hpp"
 
 #include <algorithm>
@@ -23,16 +23,17 @@ bool has_bf16_products() noexcept {
 namespace linear {
 namespace {
 
-/// Below, handing the rows over to threads takes longer than packing them.
+/// With fewer elements, handing rows to threads takes longer than packing them.
 constexpr std::int64_t kSharedPackElements = 65536;
-/// Rows up to which memory sets the pace, and which way of reading is the fastest is measured.
+/// Up to this many rows memory bandwidth is the limit, and the fastest way of reading is measured.
 constexpr std::int64_t kFewRows = 2 * kBlockRows;
-/// Threads that have tasks of their own; further ones take what these leave.
+/// Most threads that have tasks of their own; further threads take what these leave.
 constexpr std::int64_t kMaxShares = 64;
-/// Weights that are read often enough to be timed, and do not stay in a cache.
+/// Least bytes of weights for timing: read often enough, and too large to stay in a cache.
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
-/// With more rows than a block has, `rows` is `strips`: the last one of these is for up to kBlockRows.
+/// With more than kBlockRows rows `rows` is the same as `strips`, so the last entries are for up to
+/// kBlockRows only.
 constexpr Variant<Reading> kVectorReadings[] = {{"ahead", Reading::ahead},
                                                 {"plain", Reading::plain},
                                                 {"near", Reading::near},
@@ -45,7 +46,7 @@ constexpr Variant<Reading> kDotReadings[] = {{"ahead", Reading::ahead},
                                              {"rows", Reading::rows}};
 constexpr Variant<Reading> kManyReadings[] = {
     {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"strips", Reading::strips}};
-/// Of one row.
+/// For one row.
 constexpr Variant<Reading> kVectorRowReadings[] = {
     {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"near", Reading::near}, {"rows", Reading::rows}};
 constexpr Variant<Reading> kDotRowReadings[] = {{"rows2", Reading::rows2},
@@ -59,7 +60,8 @@ class ReadingTuners {
  public:
   using Readings = std::span<const Variant<Reading>>;
 
-  /// `one_row`: readings of one row; `few`: of up to kBlockRows, and without the last one of up to kFewRows.
+  /// `one_row`: readings for one row. `few`: for up to kBlockRows; without its last entry, for up to
+  /// kFewRows.
   ReadingTuners(const std::string& kernel, Readings one_row, Readings few)
       : one_row_(one_row),
         few_(few),
@@ -69,11 +71,11 @@ class ReadingTuners {
         rows8_(kernel + ".rows8", names_of(few.first(few.size() - 1)), kTunedBytes),
         many_(kernel + ".many", names_of<Reading>(kManyReadings), kTunedBytes) {}
 
-  /// Calls multiply(reading), timed where the tuner wants it.
+  /// Calls multiply(reading), timed if the tuner wants it.
   template <class Multiply>
   void run(std::int64_t num_rows, std::int64_t weight_bytes, const Multiply& multiply) {
     if (num_rows > kFewRows) {
-      // The more rows, the longer a byte takes: arithmetic sets the pace.
+      // Arithmetic is the limit, so the time per byte grows with the rows.
       const Tuner::Call call(many_, weight_bytes * num_rows / kFewRows);
       return multiply(kManyReadings[call.variant()].value);
     }
@@ -102,8 +104,8 @@ ReadingTuners g_bf16_dots("linear.bf16_dots", kDotRowReadings, kDotReadings);
 
 constexpr Variant<Reading> kTileReadings[] = {{"ahead", Reading::ahead}, {"plain", Reading::plain}};
 
-/// A kernel's tuners on tile registers: for up to 8 rows, and for more up to those that meet weights where
-/// they lie.
+/// A kernel's tuners on tile registers: for up to 8 rows, and for more rows as long as weights are read in
+/// place.
 class TileTuners {
  public:
   TileTuners(const std::string& kernel, std::int64_t most_rows)
@@ -111,7 +113,7 @@ class TileTuners {
         rows8_(kernel + ".rows8", names_of<Reading>(kTileReadings), kTunedBytes),
         more_(kernel + ".rows" + std::to_string(most_rows), names_of<Reading>(kTileReadings), kTunedBytes) {}
 
-  /// Calls multiply(reading), timed where the tuner wants it.
+  /// Calls multiply(reading), timed if the tuner wants it.
   template <class Multiply>
   void run(std::int64_t num_rows, std::int64_t weight_bytes, const Multiply& multiply) {
     if (num_rows > most_rows_) return multiply(Reading::plain);
@@ -131,7 +133,7 @@ TileTuners g_bf16_tiles("linear.bf16_tiles", 2 * kTileRows);
 ReadingTuners& tuners_of(Kernel kernel, DType weight) {
   if (kernel == Kernel::bf16_dots) return g_bf16_dots;
   if (weight == DType::f32) return g_f32;
-  return weight == DType::f16 ? g_f16 : g_bf16;  // check_weight_type() knows no other
+  return weight == DType::f16 ? g_f16 : g_bf16;  // check_weight_type() allows no other
 }
 
 Kernel kernel_for(DType weight, std::int64_t num_rows, ProductInputs inputs) {
@@ -141,20 +143,20 @@ Kernel kernel_for(DType weight, std::int64_t num_rows, ProductInputs inputs) {
   return inputs == ProductInputs::bf16 && has_bf16_dots() ? Kernel::bf16_dots : Kernel::vectors;
 }
 
-/// Weight rows of a task: enough that threads seldom meet, few enough to share out. `share`: those of a
-/// thread, over all products.
+/// Weight rows per task: enough that threads seldom contend, few enough to divide evenly. `share`: weight
+/// rows per thread, over all products.
 std::int64_t task_weight_rows(Kernel kernel, std::int64_t num_rows, std::int64_t share) {
   if (kernel == Kernel::tiles || kernel == Kernel::bf16_tiles) {
-    // Further activation rows read the weights of a chunk again: then these stay in L2.
+    // More activation rows read a chunk's weights again, so these must stay in L2.
     const std::int64_t largest = num_rows <= amx::kRows ? 1024 : 256;
     return std::clamp(share / 2 / amx::kMaxRows * amx::kMaxRows, std::int64_t{64}, largest);
   }
-  constexpr std::int64_t kUnit = 48;  // whole groups of any kernel
+  constexpr std::int64_t kUnit = 48;  // a multiple of every kernel's group
   return std::clamp(share / 4 / kUnit * kUnit, kUnit, 5 * kUnit);
 }
 
-/// The products of one call, their activations in order; products side by side of the same ones, as of all
-/// heads of a latent, have them once.
+/// The products of one call, with packed activations. Consecutive products of the same activations (as for
+/// all heads of a latent) share one packed copy.
 class Batch {
  public:
   Batch(ThreadPool& pool, ProductInputs inputs, std::int64_t count, const void* product_of,
@@ -204,7 +206,7 @@ class Batch {
 
  private:
   Product at(std::int64_t i) const { return call_(product_of_, i); }
-  /// Whether product `i` multiplies the activations of the one before it, packed alike.
+  /// Whether product `i` has the same activations as the one before it, packed the same way.
   bool has_rows_of_last(std::int64_t i) const {
     if (i == 0) return false;
     const Product product = at(i);
@@ -221,14 +223,14 @@ class Batch {
   }
 
   static bool is_tiled(Kernel kernel) { return kernel == Kernel::tiles || kernel == Kernel::bf16_tiles; }
-  /// Bytes of a column of kTileRows rows.
+  /// Bytes per column of kTileRows packed rows.
   static std::int64_t tile_bytes(Kernel kernel) {
     return kernel == Kernel::tiles ? kTileBytes : kTileRows * static_cast<std::int64_t>(sizeof(bf16));
   }
   static bool takes_packed_bf16(Kernel kernel) {
     return kernel == Kernel::bf16_dots || kernel == Kernel::bf16_tiles;
   }
-  /// Rows of f32 that a product's activations take when packed.
+  /// Number of f32 rows that a product's packed activations occupy.
   std::int64_t rows_of_place(const Product& product) const {
     const Kernel kernel = kernel_of(product);
     if (!is_tiled(kernel)) return packed_rows(product.num_rows);
@@ -264,7 +266,7 @@ class Batch {
     for (std::int64_t row = 0; row < product.num_rows; row += rows) pack_block(i, row);
   }
 
-  /// Rows of product `i` from `row` on, a block of them.
+  /// Packs a block of product `i`'s rows, starting at `row`.
   void pack_block(std::int64_t i, std::int64_t row) const {
     const Product product = at(i);
     const std::int64_t count = std::min(rows_of_block(product), product.num_rows - row);
@@ -291,7 +293,7 @@ class Batch {
                      reinterpret_cast<float*>(packed_place(i, row, kernel)));
   }
 
-  /// Rows of a product lie packed one behind the other: of its own columns, and of its kernel's type.
+  /// Where row `row` is packed. A product's rows are contiguous, with its own columns and its kernel's type.
   std::byte* packed_place(std::int64_t i, std::int64_t row, Kernel kernel) const {
     const std::int64_t cols = packed_cols(at(i).weight.cols);
     const auto element = static_cast<std::int64_t>(takes_packed_bf16(kernel) ? sizeof(bf16) : sizeof(float));
@@ -300,8 +302,8 @@ class Batch {
     return place(packed_, i, 0) + bytes;
   }
 
-  /// A thread's tasks follow one another in memory, so that the end of one asks for the beginning of the
-  /// next. Whoever is done takes what others have left.
+  /// A thread's tasks are contiguous in memory, so that the end of one prefetches the beginning of the next.
+  /// Threads that are done take tasks that others have left.
   void multiply(std::int64_t task_rows, Reading reading) const {
     struct alignas(64) Share {
       std::atomic<std::int64_t> next{0};
@@ -327,8 +329,8 @@ class Batch {
     });
   }
 
-  /// Weight rows [first, first + rows) of product `i`, as far as there are any. `goes_on`: whether the thread
-  /// is likely to take the next ones.
+  /// Multiplies weight rows [first, first + rows) of product `i`, as far as they exist. `goes_on`: whether
+  /// the thread will probably take the next ones.
   void multiply_task(std::int64_t i, std::int64_t first, std::int64_t rows, Reading reading,
                      bool goes_on) const {
     const Product product = at(i);
@@ -363,7 +365,7 @@ class Batch {
   std::int64_t count_;
   const void* product_of_;
   Product (*call_)(const void*, std::int64_t);
-  std::vector<std::int64_t>* first_row_ = nullptr;  // of each product, among all packed rows
+  std::vector<std::int64_t>* first_row_ = nullptr;  // per product, its first row among all packed rows
   std::int64_t most_rows_ = 0;
   std::int64_t num_places_ = 0;
   std::int64_t weight_rows_ = 0;
@@ -394,7 +396,7 @@ void multiply(const Task& task) {
         break;
     }
   } else if (!task.accumulate) {
-    // An FFN slice of no width: the kernels walk columns and would leave `out` as it was.
+    // An FFN slice of zero width: the kernels loop over columns and would not write `out`.
     for (std::int64_t r = 0; r < task.num_rows; ++r)
       std::fill_n(task.out + r * task.out_stride, task.num_weight_rows, 0.0f);
   }

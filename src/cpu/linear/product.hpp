@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whole matrix products, shared out over the threads of a rank: several at once if they are alike, such as
-// the heads of a layer or its experts.
+// Whole matrix products, divided among the threads of a rank; several at once if they are alike, such as a
+// layer's heads or experts.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,9 @@ struct Product {
   bool accumulate = false;
 };
 
-/// Computes products 0 .. count - 1, of as many rows of weights each. The result depends neither on the
-/// number of threads nor on which products are computed together. Memory that it needs for the activations is
-/// kept for the calling thread's next one.
-/// @throws Error(capacity) if there is none.
+/// Computes products 0 .. count - 1, which must have equally many weight rows. The result depends neither on
+/// the number of threads nor on which products are computed together. Memory for the packed activations is
+/// kept for the calling thread's next call. @throws Error(capacity) if there is none.
 class Products {
  public:
   Products(ThreadPool& pool, ProductInputs inputs) : pool_(pool), inputs_(inputs) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products on one thread: activation rows against some rows of a weight matrix as the checkpoint
-// stores it. One task; its kernels; how they want the activations.
+// Matrix products on one thread: activation rows times some rows of a weight matrix, as the checkpoint stores
+// it. Declares a task, its kernels, and the packing of activations for them.
 #pragma once
 
 #include <cstddef>
@@ -12,27 +12,27 @@
 
 namespace helix::cpu::linear {
 
-/// Activation rows that meet weights at once: more would leave too few registers for weights.
+/// Activation rows multiplied at once; more would leave too few registers for weights.
 inline constexpr std::int64_t kBlockRows = 4;
-/// Activation rows that a tile takes.
+/// Activation rows of a tile.
 inline constexpr std::int64_t kTileRows = amx::kRows;
-/// Bytes that a column of kTileRows rows of f32 takes when packed for tiles.
+/// Bytes per column of kTileRows f32 rows when packed for tiles.
 inline constexpr std::int64_t kTileBytes = 3 * kTileRows * 2;
-/// Elements to which packed rows are padded with zeros: what a kernel takes of a row at a time, or a
-/// multiple.
+/// Packed rows are zero-padded to a multiple of this many elements: what a kernel reads of a row at a time,
+/// or a multiple.
 inline constexpr std::int64_t kColumnStep = 32;
 
-/// Rows that `num_rows` take when packed: blocks of kBlockRows, the last one of 1, 2 or kBlockRows.
+/// Rows that `num_rows` rows occupy when packed: blocks of kBlockRows, the last one of 1, 2 or kBlockRows.
 constexpr std::int64_t packed_rows(std::int64_t num_rows) {
   return num_rows % kBlockRows == 3 ? num_rows + 1 : num_rows;
 }
 
-/// Columns that `cols` take when packed.
+/// Columns that `cols` columns occupy when packed.
 constexpr std::int64_t packed_cols(std::int64_t cols) {
   return (cols + kColumnStep - 1) / kColumnStep * kColumnStep;
 }
 
-/// What multiplies.
+/// The kernel that multiplies.
 enum class Kernel : std::uint8_t {
   vectors,    ///< f32 vectors; takes packed f32.
   bf16_dots,  ///< Dot products of bf16 pairs; bf16 weights; takes packed bf16.
@@ -42,20 +42,20 @@ enum class Kernel : std::uint8_t {
 
 /// How a kernel of few rows reads its weights. All ways give the same bits.
 enum class Reading : std::uint8_t {
-  /// Some rows side by side, while the next ones are asked for in the order of their addresses; on tile
-  /// registers, while the beginnings of the next ones are.
+  /// Reads some rows side by side and prefetches the next ones in address order; on tile registers, only the
+  /// beginnings of the next rows.
   ahead,
-  ahead_pairs,  ///< As ahead, every other cache line: hardware brings its neighbour.
+  ahead_pairs,  ///< As ahead, but every other line: hardware fetches its neighbour.
   plain,        ///< Some rows side by side.
-  near,         ///< Short runs of 64 rows in turn, each asked for shortly before. Vectors only.
-  /// Row after row, each line asked for some KiB before it is read, where L1 holds all activations; else as
+  near,         ///< Runs of 64 rows in turn, each prefetched just before. Vectors only.
+  /// If all activations fit in L1, reads row after row and prefetches each line some KiB ahead; else as
   /// strips. Vectors and bf16_dots.
   rows,
-  /// Strips of columns, each so narrow that L1 holds two blocks of its activations: of one strip weight rows
-  /// two at a time, each line asked for some rows before. Vectors and bf16_dots.
+  /// Strips of columns, narrow enough that L1 holds two blocks of their activations. Reads a strip's weight
+  /// rows two at a time and prefetches each line some rows ahead. Vectors and bf16_dots.
   strips,
   rows2,  ///< Row after row, two lines at a time. bf16_dots with one activation row only.
-  rows4   ///< The same, four lines at a time.
+  rows4   ///< As rows2, four lines at a time.
 };
 
 /// out[r, n] = in[r] . weight[n] (+ bias[n]) (+ out[r, n]) for num_weight_rows rows n.
@@ -68,7 +68,7 @@ struct Task {
   DType dtype = DType::f32;
   std::int64_t cols = 0;
   std::int64_t num_weight_rows = 0;
-  bool goes_on = false;  ///< Whether the rows behind these are asked for at the end: the thread's next ones.
+  bool goes_on = false;        ///< Whether to prefetch the following rows, the thread's next task.
   const void* bias = nullptr;  ///< the first of the weight rows' biases, or null
   DType bias_dtype = DType::f32;
   float* out = nullptr;  ///< [num_rows, num_weight_rows]
@@ -76,37 +76,37 @@ struct Task {
   bool accumulate = false;
 };
 
-/// Computes `task`. The bits of an output depend on its two rows and the kernel alone, neither on where the
-/// task begins nor on num_rows. Allocates nothing.
+/// Computes `task`. The bits of an output depend only on its two rows and the kernel, not on where the task
+/// begins or on num_rows. Allocates nothing.
 void multiply(const Task& task);
 
-/// The same without bias, each on its own kernel. cols is at least 1.
+/// multiply() without bias, for each kernel. cols is at least 1.
 void multiply_vectors(const Task& task);
 void multiply_bf16_dots(const Task& task);
 void multiply_tiles(const Task& task);
 void multiply_bf16_tiles(const Task& task);
 
-/// What tile registers ask for while they multiply weight rows [first, + count) of `task` over columns from
-/// `begin` on, `chunk` at a time: how each row of what they read next begins.
+/// What tile registers prefetch while they multiply weight rows [first, + count) of `task` over columns from
+/// `begin` on, `chunk` at a time: the beginnings of the rows that they read next.
 amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin,
                         std::int64_t chunk);
 
-/// Whether this machine multiplies pairs of bf16 into f32 sums. HELIX_BF16_DOTS=0 in the environment says no.
-/// Decided at the first call.
+/// Whether this machine has dot products of bf16 pairs with f32 sums. HELIX_BF16_DOTS=0 in the environment
+/// disables them. Decided at the first call.
 bool has_bf16_dots() noexcept;
 
-/// Packs rows [first, first + count) of `in`, a block of `in`'s rows from a multiple of kBlockRows on, for
-/// the vectors' products with weights of type `weight`. `to`: the place of the block, [packed_rows(count),
+/// Packs rows [first, first + count) of `in`, a block of rows that begins at a multiple of kBlockRows, for
+/// vector products with weights of type `weight`. `to`: the block's place, [packed_rows(count),
 /// packed_cols(cols)].
 void pack_for_vectors(DType weight, const float* in, std::int64_t in_stride, std::int64_t count,
                       std::int64_t cols, float* to);
-/// The same for bf16_dots, which rounds to the nearest.
+/// As above for bf16_dots; rounds to nearest.
 void pack_for_bf16_dots(const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols,
                         bf16* to);
-/// The same for tiles, for blocks of kTileRows rows that take kTileBytes a packed column.
+/// As above for tiles, in blocks of kTileRows rows that take kTileBytes per packed column.
 void pack_for_tiles(const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols, bf16* to);
-/// The same for bf16_tiles, for blocks of kTileRows rows: [kTileRows, packed_cols(cols)], rounded, of missing
-/// rows zeros.
+/// As above for bf16_tiles, in blocks of kTileRows rows: [kTileRows, packed_cols(cols)], rounded; missing
+/// rows are zeros.
 void pack_for_bf16_tiles(const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols,
                          bf16* to);
 

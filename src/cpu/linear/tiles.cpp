@@ -9,14 +9,14 @@
 namespace helix::cpu::linear {
 namespace {
 
-/// Columns whose activations, 192 KB for 16 rows, are met at once, and after which sums are folded. Hardware
-/// prefetchers follow the 32 rows that are read side by side: with 512 columns a core draws 85 % of its
-/// bandwidth, with 1024 92 %.
+/// Columns processed at once (their activations take 192 KB for 16 rows), after which sums are folded.
+/// Hardware prefetchers follow the 32 rows that are read side by side: with 512 columns a core reaches 85 %
+/// of its bandwidth, with 1024 92 %.
 constexpr std::int64_t kChunk = 2048;
-/// Weight rows that are multiplied at once.
+/// Weight rows multiplied at once.
 constexpr std::int64_t kWeightRows = amx::kMaxRows;
 
-/// Up to 16 rows of activations, split, over columns [begin, begin + cols).
+/// Up to 16 rows of activations, split into bf16 parts, over columns [begin, begin + cols).
 struct SplitRows {
   const bf16* parts;
   std::int64_t rows;
@@ -24,7 +24,8 @@ struct SplitRows {
   std::int64_t cols;
 };
 
-/// `count` <= kWeightRows weight rows times split rows of activations. dots: [weight row][padded rows].
+/// Multiplies `count` <= kWeightRows weight rows with split rows of activations. dots: [weight row][padded
+/// rows].
 void multiply_weights(const Task& task, std::int64_t first, std::int64_t count, const SplitRows& in,
                       amx::Ahead ahead, float* dots) {
   const auto* weights = static_cast<const bf16*>(task.weight) + first * task.cols + in.begin;
@@ -35,7 +36,7 @@ void multiply_weights(const Task& task, std::int64_t first, std::int64_t count, 
     amx::multiply_rows(weights, row_bytes, whole_rows / amx::kRows, in.parts, in.rows, steps, dots, false,
                        ahead);
   }
-  // A tile reads 16 rows of 32 columns: what is short of that is padded with zeros in a copy.
+  // A tile reads 16 rows of 32 columns. Smaller remainders are copied and padded with zeros.
   const auto multiply_copy = [&](std::int64_t row, std::int64_t column, bool add) {
     alignas(64) bf16 copy[amx::kRows * amx::kStep] = {};
     const std::int64_t width = std::min(amx::kStep, in.cols - column);
@@ -54,7 +55,7 @@ void multiply_weights(const Task& task, std::int64_t first, std::int64_t count, 
   }
 }
 
-/// Weight rows [first, + count) times a block of activations over a chunk, into the task's results.
+/// Multiplies weight rows [first, + count) with a block of activations over a chunk, into the task's results.
 void multiply_chunk(const Task& task, std::int64_t first, std::int64_t row, std::int64_t begin,
                     amx::Ahead ahead) {
   alignas(64) float dots[kWeightRows * amx::kRows];
@@ -99,9 +100,9 @@ void pack_for_tiles(const float* in, std::int64_t in_stride, std::int64_t count,
 
 amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin,
                         std::int64_t chunk) {
-  // Hardware follows a row once it is being read: asked for are its first lines. 8 rows of activations take 1
-  // to 2 % less with 8 lines, as much with 2 and with 4, f32 more with 16. All lines in the order of their
-  // addresses took 5 to 13 % more, where vectors, which read fewer rows at once, take 20 % less.
+  // Hardware follows a row once it is being read, so prefetch its first lines. 8 rows of activations take 1
+  // to 2 % less with 8 lines, the same with 2 and with 4; f32 takes more with 16. All lines in address order
+  // took 5 to 13 % more, although vectors, which read fewer rows at once, take 20 % less with it.
   constexpr std::int64_t kRun = 8;
   if (task.reading != Reading::ahead) return {};
   const bool is_last = begin + chunk >= task.cols;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products on f32 vectors, compiled for each instruction set and chosen at run time. Weights of any type are
-// widened on their way from memory to the registers.
+// Products on f32 vectors, compiled for each instruction set and selected at run time. Weights of any type
+// are widened between memory and registers.
 
 #include "cpu/simd_targets.hpp"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/linear/vectors.cpp"
 #include <hwy/foreach_target.h>
-// After foreach_target.
+// Must come after foreach_target.
 #include <algorithm>
 #include <cstdint>
 
@@ -31,12 +31,12 @@ template <class T>
 struct Vectors {
   using Weight = T;
   using Row = float;
-  /// Columns after which sums are folded. The same for every R, so that sums have one order.
+  /// Columns after which sums are folded. Equal for every R, so that sums have one order.
   static constexpr std::int64_t kChunk = 768;
   static constexpr std::int64_t kStep = kPair;
   static constexpr std::int64_t kSumFloats = kLanes;
   static constexpr bool kReadsAhead = kHasReadings;
-  /// As many as the registers hold beside what they are multiplied with.
+  /// As many as fit in registers beside the operands.
   template <int R>
   static constexpr std::int64_t kGroup = kLanes == 16        ? (R == 4 ? 6 : 8)
                                          : R < 4             ? 4
@@ -82,7 +82,7 @@ struct Vectors {
     const std::int64_t whole = tile.cols / kPair * kPair;
     for (std::int64_t d = 0; d < whole; d += kPair, x += R * kPair) {
       const T* from = tile.weight + d;
-      // Each pair, though two of 16 bits share a line with AVX2: once a line took up to a quarter longer.
+      // Each pair, although with AVX2 two of 16 bits share a line: once per line took up to a quarter longer.
       ask<3>(from + ahead);
       const Pair w[1] = {load_pair(from)};
       add_products<R, 1>(w, x, acc);
@@ -114,13 +114,13 @@ struct Vectors {
       for (std::int64_t d = 0; d < whole; d += kPair, x0 += R0 * kPair, x1 += R1 * kPair) {
         Pair w[K];
         HELIX_UNROLL for (int k = 0; k < K; ++k) {
-          ask<2>(ahead[k] + d);  // each pair, as multiply_row() does
+          ask<2>(ahead[k] + d);  // each pair, as in multiply_row()
           w[k] = load_pair(weights[k] + d);
         }
         add_products<R0, K>(w, x0, acc);
         add_products<R1, K>(w, x1, acc + K * R0);
       }
-      // Weights that begin between two lines end in one more.
+      // Weights that begin inside a cache line end in one more line.
       HELIX_UNROLL for (int k = 0; k < K; ++k) __builtin_prefetch(ahead[k] + strip.cols - 1, 0, 2);
       if (whole < strip.cols) {
         Pair w[K];
@@ -141,23 +141,23 @@ struct Vectors {
   }
 
  private:
-  /// Stores the sums of R vectors, and of some of them again up to four.
+  /// Stores the sums of R vectors, filled up to four by repeating some.
   template <int R>
   static HWY_INLINE void store_dots(const Vec* acc, float* dots) {
     store_sums(acc[0], acc[R > 1 ? 1 : 0], acc[R > 2 ? 2 : 0], acc[R > 3 ? 3 : 0], dots);
   }
 };
 
-/// Weight rows of Reading::near; the last one stands for those that a block reads past the end.
+/// The weight rows of Reading::near. The last one also stands for rows that a block reads past the end.
 template <class T, int R>
 struct NearRows {
   const T* first;
   std::int64_t stride;
   std::int64_t last;
-  std::int64_t after_last;  ///< elements from where the row behind the last would be to what is read next
+  std::int64_t after_last;  ///< elements from the row after the last to what is read next
   HWY_INLINE const T* operator[](std::int64_t i) const { return first + std::min(i, last) * stride; }
-  /// Ahead by a block or two, because a chunk of a row is too short for the hardware to run ahead: half again
-  /// as fast on the machines that this is for.
+  /// Prefetches a block or two ahead, because a chunk of a row is too short for the hardware prefetcher to
+  /// get ahead: half again as fast on the machines that this is for.
   HWY_INLINE void prefetch(std::int64_t i, int block, std::int64_t d) const {
     i += R == 1 ? block : 2 * block;
     const auto offset = (i * stride + d + (i > last ? after_last : 0)) * static_cast<std::int64_t>(sizeof(T));
@@ -177,7 +177,7 @@ HWY_NOINLINE void multiply_near(const Task& task, std::int64_t row) {
     const std::int64_t count = std::min(kNearRows, task.num_weight_rows - first);
     for (std::int64_t begin = 0; begin < task.cols; begin += kChunk) {
       const std::int64_t cols = std::min(kChunk, task.cols - begin);
-      // After the last row of a chunk come the first ones of the next chunk, or of the next rows.
+      // After the last row of a chunk come the first rows of the next chunk, or of the next group of rows.
       const std::int64_t after_last = begin + kChunk < task.cols ? kChunk - count * task.cols : -begin;
       NearRows<T, R> weights{static_cast<const T*>(task.weight) + first * task.cols + begin, task.cols,
                              count - 1, after_last};

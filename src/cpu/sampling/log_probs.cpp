@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Operators: penalize, log_probs and logit_norms, what is done to logits before and after a draw.
+// cpu::Operators: penalize, log_probs and logit_norms, the operations on logits before and after a draw.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace helix::cpu {
 namespace {
 
-/// Keeps the row's num_best largest logits in `ids` and `logits`, in order; returns how many there are.
+/// Keeps the row's num_best largest logits in `ids` and `logits`, in order; returns their number.
 std::int64_t select_best(const LogProbsArgs<float>& args, std::int64_t row, std::int32_t* ids,
                          float* logits) {
   std::int64_t found = 0;

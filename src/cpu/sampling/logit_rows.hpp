@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits that are cut into shards of the vocabulary.
+// One row of logits, divided into shards of the vocabulary.
 #pragma once
 
 #include <cstdint>
 
 namespace helix::cpu {
 
-/// Calls visit(logit, id) for each id of one row, in increasing id. Args: any that hold `logits` and
-/// `shard_begins` as SampleArgs does.
+/// Calls visit(logit, id) for each id of one row, in increasing id. Args: any type with `logits` and
+/// `shard_begins` as in SampleArgs.
 template <class Args, class Visit>
 void for_each_logit(const Args& args, std::int64_t row, const Visit& visit) {
   for (std::int64_t shard = 0; shard < args.logits.extent(0); ++shard) {

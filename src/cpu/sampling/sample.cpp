@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Operators: sample, greedy or from what the cuts leave, a function of logits, config and counter alone.
+// cpu::Operators: sample, greedy or from the tokens that the cuts leave; depends on logits, config and
+// counter alone.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -21,8 +22,8 @@ struct Candidate {
   std::int32_t id;
 };
 
-/// The likeliest token; id -1 if a logit is NaN or +inf, or all are -inf: the model has gone wrong, and any
-/// choice would hide it.
+/// The likeliest token. The id is -1 if a logit is NaN or +inf, or all are -inf: then the model has failed,
+/// and any choice would hide it.
 Candidate likeliest(const SampleArgs<float>& args, std::int64_t row) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   Candidate best{-kInfinity, -1};
@@ -34,7 +35,7 @@ Candidate likeliest(const SampleArgs<float>& args, std::int64_t row) {
   return is_sound ? best : Candidate{-kInfinity, -1};
 }
 
-/// An integer that orders as `logit` does: the sign bit flipped, and all bits of negative numbers.
+/// An integer in the order of `logit`: flips the sign bit, and all bits of negative numbers.
 std::uint32_t key_of(float logit) {
   const auto bits = std::bit_cast<std::uint32_t>(logit + 0.0f);  // -0 becomes 0: they are equally likely
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
@@ -44,18 +45,18 @@ float logit_of(std::uint32_t key) {
   return std::bit_cast<float>((key & 0x80000000u) != 0 ? key & 0x7fffffffu : ~key);
 }
 
-/// A token by its place in the order of likelihood: the `rank`-th, from 0, of those with this logit.
+/// A token by its place in the order of likelihood: number `rank`, from 0, of the tokens with this logit.
 struct Place {
   std::uint32_t key = 0;
   std::int64_t rank = 0;
-  double mass = 0.0;  // of all tokens up to and with this one
+  double mass = 0.0;  // of all tokens up to and including this one
 
   bool is_behind(const Place& other) const { return key != other.key ? key < other.key : rank > other.rank; }
 };
 
-/// One row's tokens, likeliest first (the smaller id on ties), without sorting them and in no memory but the
-/// stack: a radix selection by mass, digit by digit of the keys. Sums run in the order of ids inside each
-/// bucket, so that nothing depends on the shards. weight(logit): a token's mass, at least 0.
+/// One row's tokens, likeliest first (the lower id on ties), without sorting them and using only stack
+/// memory: a radix selection by mass, digit by digit of the keys. Sums run in the order of ids within each
+/// bucket, so nothing depends on the shards. weight(logit): a token's mass, at least 0.
 template <class Weight>
 class RankedRow {
  public:
@@ -70,11 +71,12 @@ class RankedRow {
 
   double total() const { return total_; }
 
-  /// The first token at which `reached(mass up to and with it)` holds, or the last that has any mass.
+  /// The first token at which reached(running mass, including its own) is true, or the last token with any
+  /// mass.
   template <class Reached>
   Place find(const Reached& reached) const {
     Place place;
-    double above = 0.0;  // mass of the tokens before the bucket
+    double above = 0.0;  // mass of the tokens before the current bucket
     Histogram digit = first_digit_;
     for (std::size_t level = 0; level < kShifts.size(); ++level) {
       if (level > 0) {
@@ -127,7 +129,7 @@ class RankedRow {
   Histogram first_digit_{};
 };
 
-/// The smallest logit that top_k and min_p leave.
+/// The smallest logit that top_k and min_p keep.
 double smallest_logit(const SampleArgs<float>& args, std::int64_t row, const SamplingConfig& config,
                       float largest) {
   double smallest = -std::numeric_limits<double>::infinity();
@@ -151,14 +153,14 @@ std::int32_t draw(const SampleArgs<float>& args, std::int64_t row) {
   const RankedRow ranked(args, row, [&, max = double{largest}](float logit) {
     return logit < smallest ? 0.0 : std::exp((logit - max) / config.temperature);
   });
-  // The nucleus ends where it reaches top_p of the mass; it holds at least one token.
+  // The nucleus ends where its mass reaches top_p of the total; it holds at least one token.
   const double wanted = static_cast<double>(config.top_p) * ranked.total();
   Place last;
   last.mass = ranked.total();
   if (config.top_p < 1.0f) last = ranked.find([&](double mass) { return mass >= wanted; });
   const double target = philox_uniform(config.seed, args.counters[row]) * last.mass;
   Place drawn = ranked.find([&](double mass) { return mass > target; });
-  if (config.top_p < 1.0f && drawn.is_behind(last)) drawn = last;  // by rounding only
+  if (config.top_p < 1.0f && drawn.is_behind(last)) drawn = last;  // only through rounding
   return ranked.token_at(drawn);
 }
 
