@@ -25,18 +25,19 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 build="$root/build/release"
 chat="$root/build/chat"
 
-# Whether a GPU can be used: a driver's list is not empty, or, in a container without nvidia-smi, its device is there.
+# Whether a GPU can be used: nvidia-smi lists one or, in a container without nvidia-smi, its device file
+# exists.
 gpu_is_visible() {
   [[ -e /dev/nvidia0 ]] || nvidia-smi -L 2>/dev/null | grep -q '^GPU'
 }
 
-# What HELIX_CUDA was in the last configuration of $build; nothing if there was none.
+# The value of HELIX_CUDA in the last configuration of $build; empty if there was none.
 configured_cuda() {
   sed -n 's/^HELIX_CUDA:[A-Z]*=//p' "$build/CMakeCache.txt" 2>/dev/null || true
 }
 
-# What to build: as the environment says; else as the machine is now; without a GPU as it was last built, since test.sh may have
-# compiled the kernels already.
+# Chooses what to build: what the environment says, or else what the machine has now. Without a GPU it keeps
+# the last choice, because test.sh may have compiled the kernels already.
 choose_cuda() {
   local last
   last="$(configured_cuda)"
@@ -49,8 +50,8 @@ choose_cuda() {
   fi
 }
 
-# Builds target $1 and what it needs. Configures only if that was never done, the presets changed, or CUDA is asked for differently:
-# the rest ninja sees.
+# Builds target $1 and its dependencies. Configures only if that was never done, the presets have changed, or
+# another CUDA setting is asked for; ninja sees all other changes.
 build_target() {
   local cuda
   cuda="$(choose_cuda)"
@@ -59,16 +60,17 @@ build_target() {
     local options=("-DHELIX_CUDA=$cuda")
     if command -v ccache >/dev/null; then
       options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-      # Not an option, which CMake would call unused on a machine without CUDA.
+      # An environment variable and not an option, because CMake would report an option as unused on a machine
+      # without CUDA.
       export CMAKE_CUDA_COMPILER_LAUNCHER="${CMAKE_CUDA_COMPILER_LAUNCHER:-ccache}"
     fi
     cmake -S "$root" --preset cpu "${options[@]}" >&2
   fi
-  # Standard output belongs to the program that is built here.
+  # Standard output belongs to the program that is being built.
   cmake --build "$build" --target "$1" >&2
 }
 
-# Runs helix-decode with "$@", the command shown first.
+# Runs helix-decode with "$@" and shows the command first.
 decode() {
   printf '\n$ ./run.sh decode'
   printf ' %s' "$@"
@@ -89,7 +91,7 @@ demonstrate() {
   fi
 }
 
-# What needs no Python.
+# The part of the demonstration that needs no Python.
 demonstrate_ids() {
   local llama="$root/tests/data/llama-tiny" deepseek="$root/tests/data/deepseek-tiny"
   local llama_prompt="383,198,141,403,308,327,382,134,244,223,197,162,480,442,95,62,497,125,404,283"
@@ -110,7 +112,8 @@ demonstrate_planner() {
   "$build/examples/plan/helix-plan" "${question[@]}"
 }
 
-# Says in one line that $1 is no command, and which one was meant: each begins with another letter.
+# Reports in one line that $1 is not a command, and which one was meant: each command begins with another
+# letter.
 refuse() {
   local meant="give chat, decode, plan or bench."
   case "$1" in

@@ -46,15 +46,16 @@ while [[ $# -gt 0 ]]; do
       shift
       ;;
     --arm64)
-      # Those of tests/CMakeLists.txt but sweeps that take an emulator most of its time: each has smaller ones beside it.
+      # The quick tests of tests/CMakeLists.txt, without sweeps that take most of the time in an emulator;
+      # each of these has a smaller version.
       preset=arm64 target=quick_tests
       slow='layout of every engine|same bits in every variant|splits long sequences|serves MLA rows|every way of reading weights'
-      slow+='|^primitives_test:figure 3'  # which times an overlap: an emulator on one core has none to show
+      slow+='|^primitives_test:figure 3'  # It times an overlap, which an emulator on one core cannot show.
       slow+='|^decode_layer_test: ?(Batches|Uneven|A mixture|Duplicated|DeepSeek-V2|Window|Biases|Latent attention with biases)'
       slow+='|^decoder_test: ?(products|replayed|steps queued|a decode step|draws|drawn|the KV|synthetic|the exchange|windows)'
       slow+='|^kv_cache_test: ?(random|ledgers)|^backend_contract_test: ?sample .* - (Recording|Threaded)'
       labels=(-L '^quick$' -E "$slow")
-      parallel=$((2 * $(nproc)))  # each keeps to one core, whichever
+      parallel=$((2 * $(nproc)))  # each test runs on only one core
       ;;
     --no-mpi) without_mpi=true ;;
     --no-cuda) without_cuda=true ;;
@@ -81,7 +82,8 @@ elif $without_mpi; then
 else
   "$root/cmake/install_packages.sh" --tests
 fi
-# Said each time, since run.sh may have left another choice in the same folder. The sanitizers' presets have no CUDA.
+# Set every time, because run.sh may have left another choice in the same folder. The sanitizers' presets have
+# no CUDA.
 if $without_cuda; then
   build+="-no-cuda"
   cmake_options+=(-DHELIX_CUDA=OFF)
@@ -90,10 +92,11 @@ elif [[ "$preset" == cpu ]]; then
 fi
 if command -v ccache >/dev/null; then
   cmake_options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-  # Not an option, which CMake would call unused in a build without CUDA.
+  # An environment variable and not an option, because CMake would report an option as unused in a build
+  # without CUDA.
   export CMAKE_CUDA_COMPILER_LAUNCHER="${CMAKE_CUDA_COMPILER_LAUNCHER:-ccache}"
 fi
-# The Python of the tests of text, while the rest is built; they are skipped without.
+# Sets up Python for the tests of text while the rest is built. Without it they are skipped.
 set_up=
 if [[ "$preset" == cpu ]]; then
   "$root/examples/chat/set_up.sh" "$root/build/chat" &
@@ -102,7 +105,8 @@ fi
 "$root/cmake/forget_other_tools.sh" "$build"
 cmake -S "$root" -B "$build" --preset "$preset" "${cmake_options[@]}"
 cmake --build "$build" --target "$target" 2>&1 | tee "$build/build.log"
-# ptxas says only in passing, and with status 0, that it gave up what a kernel is built on: setmaxnreg, or wgmma side by side.
+# ptxas mentions only in passing, and with status 0, that it gave up a feature that a kernel relies on:
+# setmaxnreg, or overlapping wgmma.
 if grep -q 'Potential Performance Loss' "$build/build.log"; then
   echo "test.sh: ptxas made a kernel slow; see its lines in $build/build.log" >&2
   exit 1
@@ -115,7 +119,8 @@ status=0
 ctest --test-dir "$build" --output-on-failure --no-tests=error --parallel "$parallel" \
   --output-junit "$report" "${labels[@]}" "$@" || status=$?
 
-# A test that could not start is "notrun" to ctest, like one that skipped itself; only the latter may count as skipped.
+# ctest counts both a test that could not start and a test that skipped itself as "notrun"; only the latter
+# may count as skipped.
 count() { grep -c "$1" "$report" || true; }
 passed=0 failed=0 skipped=0
 if [[ -f "$report" ]]; then

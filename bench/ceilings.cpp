@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ceilings in SIMD, compiled for each instruction set and chosen at run time.
+// Measures the ceilings with SIMD code that is compiled for each instruction set and chosen at run time.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ceilings.cpp"
 #include <hwy/foreach_target.h>
-// After foreach_target.
+// These must come after foreach_target.h.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -29,7 +29,7 @@ namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Each stream gives 8 vectors in turn.
+/// Reads 8 vectors from each stream in turn.
 float read_target(const float* data, std::size_t count, std::size_t streams) {
   const hn::ScalableTag<float> d;
   const std::size_t lanes = hn::Lanes(d);
@@ -53,12 +53,12 @@ float read_target(const float* data, std::size_t count, std::size_t streams) {
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
-/// Operations of one step of multiply_add_target.
+/// Floating-point operations in one step of multiply_add_target.
 double step_flops_target() {
   return 12.0 * 2.0 * static_cast<double>(hn::Lanes(hn::ScalableTag<float>()));
 }
 
-// 12 chains: more than latency times throughput of any core, and they fit 16 registers.
+// 12 chains: more than latency times throughput of any core, and they fit in 16 registers.
 float multiply_add_target(std::int64_t steps) {
   const hn::ScalableTag<float> d;
   const auto x = hn::Set(d, 0.999f), y = hn::Set(d, 0.125f);
@@ -197,7 +197,7 @@ int num_cores() {
 }
 
 void choose_kernels(std::initializer_list<std::string_view> kernels, const std::function<void()>& work) {
-  constexpr int kMaxTurns = 128;  // 20 variants at most, each timed six times
+  constexpr int kMaxTurns = 128;  // at most 20 variants, each timed six times
   const auto takes_turns = [&](const cpu::KernelTuning& tuning) {
     return tuning.source == cpu::KernelTuning::Source::preset &&
            std::ranges::find(kernels, tuning.kernel) != kernels.end();
@@ -209,7 +209,7 @@ void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes,
                          std::span<const std::byte> streamed, const std::function<void()>& work, Peak peak) {
   const bool has_dots = peak == Peak::bf16_dots && measure_bf16_dots(1) > 0.0;
   std::vector<double> times, reads, interleaved_reads, products;
-  work();  // page tables, caches and clocks
+  work();  // warms up page tables, caches and clocks
   for (auto _ : state) {
     reads.push_back(measure_read(streamed, num_threads, 1));
     interleaved_reads.push_back(measure_read(streamed, num_threads, 8));

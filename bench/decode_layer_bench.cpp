@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode_layer on the CPU: one layer shaped like Llama-3.1-8B's at half of its width, bf16 weights and
-// KV, one query token, on 1 and 4 ranks of one process.
+// decode_layer on the CPU: one layer shaped like Llama-3.1-8B's at half its width, bf16 weights and KV, one
+// query token, on 1 and 4 ranks of one process.
 //
 // A step reads this layer's weights and the KV once; the counters compare that with a streaming read by all
 // cores. KVP replicates the query, key and value projection: 13 MB more of weights for each further KVP rank.
-// One host thread drives all ranks, because calls only queue.
+// One host thread drives all ranks, because calls only queue work.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -31,7 +31,7 @@ namespace {
 
 using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
 
-/// One layer of Llama-3.1-8B at half of its width: half the heads, of the same size.
+/// One layer of Llama-3.1-8B at half its width: half as many heads, of the same size.
 const helix::ModelShape kModel = [] {
   helix::ModelShape shape = helix::plan::model_preset("llama-3.1-8b").shape;
   shape.num_query_heads /= 2;
@@ -44,15 +44,15 @@ const helix::ModelShape kModel = [] {
 
 constexpr std::int64_t kPageTokens = 64;
 constexpr std::int64_t kChunk = 16;
-constexpr float kWeightScale = 1.0f / 64;  // keeps the size of what it multiplies, about
+constexpr float kWeightScale = 1.0f / 64;  // approximately keeps the magnitude of what it multiplies
 
-/// A number in [-1, 1) that depends on `place` alone, so that every topology sees the same model and cache.
+/// A number in [-1, 1) that depends only on `place`, so that every topology sees the same model and cache.
 float number(std::uint64_t place) {
   const std::uint64_t mixed = helix::detail::splitmix64_mix(place);
   return static_cast<float>(static_cast<std::int64_t>(mixed >> 40)) * 0x1p-23f - 1.0f;
 }
 
-/// A whole weight matrix of the model: which one, and its shape.
+/// A whole weight matrix of the model: its index and its shape.
 struct Matrix {
   std::uint64_t id;
   std::int64_t rows;
@@ -203,7 +203,7 @@ class Rank {
   std::vector<float> hidden_;
 };
 
-/// A stage whose ranks share the cores between them.
+/// A stage whose ranks share the cores.
 class Stage {
  public:
   Stage(int kvp, int tpa, std::int64_t context) : topo_({.kvp = kvp, .tpa = tpa}, kModel) {
@@ -241,7 +241,7 @@ class Stage {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-/// The hidden state after a step on one rank, which other topologies must reproduce.
+/// The hidden state after a step on one rank. Other topologies must reproduce it.
 const std::vector<float>& hidden_of_one_rank(std::int64_t context) {
   static std::map<std::int64_t, std::vector<float>> known;
   std::vector<float>& hidden = known[context];

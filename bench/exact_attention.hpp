@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// error_of_head: what attention over bf16 pages gave beside sums in double.
+// error_of_head(): compares attention over bf16 pages with sums in double.
 #pragma once
 
 #include <cmath>
@@ -20,8 +20,8 @@ inline float bf16_element(const std::byte* pages, std::int64_t index) {
   return static_cast<float>(x);
 }
 
-/// The largest difference of one query head of the batch's first row from a naive double computation over all
-/// of its sequence's pages, of bf16, whole and in the first row of the page table.
+/// The largest error of one query head of the batch's first row, compared with a naive double computation
+/// over the whole of its sequence. All pages of the sequence are bf16 and in the first row of the page table.
 inline double error_of_head(const PartialAttentionArgs<float>& args, std::int64_t query_head) {
   const KvView& kv = args.kv;
   const KvFormat& format = kv.format;

@@ -3,7 +3,8 @@
 //
 // "exchange" packs, exchanges, checks and combines; its bytes are the payload that travels between ranks,
 // which does not depend on the context. "hop_b" runs attention over bf16 KV, exchange and combine in 1 to 8
-// slices; its bytes are the KV read by all ranks. One host thread drives all ranks, because calls only queue.
+// slices; its bytes are the KV read by all ranks. One host thread drives all ranks, because calls only queue
+// work.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -31,7 +32,7 @@ namespace {
 using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
 using Exchange = helix::KvpAllToAll<Backend>;
 
-/// Ranks that share the cores between them.
+/// Ranks that share the cores.
 std::vector<Backend> create_ranks(int kvp) {
   std::vector<Backend> ranks;
   const auto stage = helix::cpu::LocalComm::create_group(kvp);
@@ -42,7 +43,7 @@ std::vector<Backend> create_ranks(int kvp) {
   return ranks;
 }
 
-/// What one rank attends to, sends and combines. Every rank draws the same queries and its own partials.
+/// One rank's inputs, messages and result. Every rank draws the same queries and partials of its own.
 struct Rank {
   Backend* backend;
   Backend::Stream stream;
@@ -65,8 +66,8 @@ struct Rank {
   }
 };
 
-/// The largest difference between what `ranks` combined and the exact merge of all partials, for the first
-/// and the last token.
+/// The largest difference between the combined results of `ranks` and the exact merge of all partials, for
+/// the first and the last token.
 double error_of(const std::vector<std::unique_ptr<Rank>>& ranks, std::int64_t tokens, std::int64_t heads,
                 std::int64_t dim) {
   const auto kvp = static_cast<std::int64_t>(ranks.size());
@@ -128,17 +129,17 @@ void bench_exchange(benchmark::State& state, int kvp, std::int64_t tokens, std::
   if (!(error < 1e-5)) state.SkipWithError("the result that was timed is wrong");
 }
 
-/// A batch of equal sequences at `context` tokens each, over ranks that hold 1 / kvp of each.
+/// A batch of equal sequences of `context` tokens each, over ranks that hold 1 / kvp of each sequence.
 void bench_hop_b(benchmark::State& state, int kvp, std::int64_t batch, std::int64_t context, int slices) {
   constexpr std::int64_t kHeads = 32;
   constexpr std::int64_t kKvHeads = 8;
   constexpr std::int64_t kDim = 128;
   constexpr std::int64_t kPageTokens = 64;
   std::vector<Backend> backends = create_ranks(kvp);
-  const std::int64_t pages = context / kvp / kPageTokens;  // of each sequence on each rank
+  const std::int64_t pages = context / kvp / kPageTokens;  // per sequence and rank
   const std::int64_t rank_elements = batch * pages * kPageTokens * 2 * kKvHeads * kDim;
   const auto kv_bytes = static_cast<std::size_t>(rank_elements * kvp * 2);
-  // All of it is read for the ceiling, which few sequences would keep in caches.
+  // The ceiling reads all of it; a few sequences alone would stay in caches.
   const auto memory = helix::bench::random_bf16(std::max(kv_bytes, std::size_t{256} << 20));
 
   std::vector<std::int32_t> table(static_cast<std::size_t>(batch * pages));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear on the CPU: rows of activations against 4096 x 4096 bf16 weights, a different copy each time out of
-// 1 GiB. Activations as they are, and rounded to bf16.
+// linear on the CPU: rows of activations times 4096 x 4096 bf16 weights. Each call uses another copy of the
+// weights out of 1 GiB. Activations are f32, or rounded to bf16.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -25,7 +25,8 @@ void bench_linear(benchmark::State& state, std::int64_t rows, helix::cpu::Produc
                   int num_threads) {
   const bool is_rounded = inputs == helix::cpu::ProductInputs::bf16;
   const auto memory = helix::bench::random_bf16(kMatrices * kMatrixBytes);
-  // Thin products stream the whole GiB an iteration; thick ones are bound by the products and take a few.
+  // Products of few rows stream the whole GiB per iteration; those of many rows are bound by arithmetic and
+  // need only a few calls.
   const std::int64_t calls = rows <= 8 ? kMatrices : std::max<std::int64_t>(1, kMatrices * 8 / rows / 2);
   std::mt19937 random(std::random_device{}());
   std::normal_distribution<float> normal;
@@ -48,9 +49,9 @@ void bench_linear(benchmark::State& state, std::int64_t rows, helix::cpu::Produc
     }
     operators.synchronize(stream);
   };
-  // Which kernel takes the rows depends on the machine, so choose_kernels() cannot be told: as many calls as
-  // each of them needs to stay with a way to work.
-  constexpr std::int64_t kTurns = 5 * 6;  // variants at most, each timed six times
+  // Which kernel takes these rows depends on the machine, so choose_kernels() cannot be told. Instead, make
+  // as many calls as each kernel needs to choose a variant.
+  constexpr std::int64_t kTurns = 5 * 6;  // at most 5 variants, each timed six times
   for (std::int64_t turns = 0; turns < kTurns; turns += calls) work();
   helix::bench::run_beside_ceilings(
       state, num_threads, bytes, flops, memory, work,

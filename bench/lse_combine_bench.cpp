@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// lse_combine on the CPU: partials of 2 to 16 KV shards, beside the streaming read of the same machine.
+// lse_combine on the CPU: partials of 2 to 16 KV shards, compared with the streaming read of the same
+// machine.
 //
-// In a decode step the partials have just arrived and lie in the cache (small cases); the large ones, up to
-// 256 MiB of partials, are bound by memory.
+// In a decode step the partials have just arrived and are still in the cache (small cases). The large cases,
+// up to 256 MiB of partials, are bound by memory.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -34,7 +35,7 @@ constexpr Case kCases[] = {
     {"large", 2, 4096, 8, 128, 15}, {"large", 8, 4096, 16, 128, 7}, {"large", 16, 2048, 16, 512, 7},
 };
 
-/// The largest difference of one token and head from a naive double computation.
+/// The largest error of one token and head, compared with a naive double computation.
 double error_of_head(const helix::LseCombineArgs<float>& args, std::int64_t token, std::int64_t head) {
   double total = 0.0;  // lse are small enough for exp without a shift
   std::vector<double> sums(static_cast<std::size_t>(args.out.extent(2)), 0.0);

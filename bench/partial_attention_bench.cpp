@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // partial_attention on the CPU: one sequence, one query token, bf16 KV in permuted pages of 64 tokens.
 //
-// Eight KV heads of 1M tokens would take 4 GB, so that length has two, in the same groups; eight run at
-// 131072 tokens.
+// Eight KV heads of 1M tokens would take 4 GB, so that length uses two KV heads with the same group size.
+// Eight KV heads run at 131072 tokens.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -20,7 +20,8 @@
 
 namespace {
 
-/// How the rows lie: Helix's own pool; FlashInfer's NHD for K and V, its two pools for latents.
+/// The memory layout: Helix's own pool, or foreign ones: FlashInfer's NHD for K and V, its two pools for
+/// latents.
 enum class Layout { own, foreign };
 
 struct Case {
@@ -33,7 +34,7 @@ struct Case {
   std::int64_t tokens;
   int iterations;
   Layout layout = Layout::own;
-  const char* kernel = nullptr;  ///< Whose variants take turns before anything is timed.
+  const char* kernel = nullptr;  ///< Kernel whose variants take turns before anything is timed.
 };
 
 constexpr const char* kRows1 = "attention.bf16.rows1";

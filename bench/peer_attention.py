@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 PAGE = 64  # tokens
-COLD_BYTES = 2 << 30  # of KV between two readings of the same page, as far as that goes
-MOST_LAUNCHES = 20  # of a graph
+COLD_BYTES = 2 << 30  # ideally this much KV is read between two reads of the same page
+MOST_LAUNCHES = 20  # per graph
 REPLAY_US = 20e3
 DEVICE = "cuda"
 
@@ -34,7 +34,7 @@ class Case:
     heads: int = 64
     kv_heads: int = 8
     batch: int = 1
-    tokens: int = 8192  # of each sequence, the query tokens included; ragged: at most
+    tokens: int = 8192  # per sequence, including the query tokens; the maximum if ragged
     queries: int = 1
     dim: int = 128
     value_dim: int = 128
@@ -114,7 +114,7 @@ class Workload:
     def first(self, pages: Any) -> Any:
         """[tokens, heads, D] in f32 of the first sequence, from [pages, PAGE, heads, D]."""
         ids = self.tables[0, 0, :-(-self.lengths[0] // PAGE)].long()
-        if pages.element_size() == 1:  # bytes can be indexed everywhere
+        if pages.element_size() == 1:  # indexing of bytes works everywhere
             rows = pages.view(self.torch.uint8)[ids].view(pages.dtype)
         else:
             rows = pages[ids]
@@ -137,7 +137,7 @@ class Workload:
         self.check(queue(0), k, v, tolerance)
         start = time.monotonic()
         while time.monotonic() - start < 0.3:
-            for turn in range(self.turns):  # all of them: plans, lazy loading
+            for turn in range(self.turns):  # all turns, for plans and lazy loading
                 queue(turn)
             torch.cuda.synchronize()
         us = self._replay(queue, 1, 3)
@@ -169,7 +169,7 @@ def flashmla(work: Workload) -> float:
         raise Unsupported("decodes latents only")
     pages = work.pool.view(-1, PAGE, 1, case.dim)
     q = work.q.view(case.batch, case.queries, case.heads, case.dim)
-    schedule, _ = get_mla_metadata()  # filled by the first call
+    schedule, _ = get_mla_metadata()  # the first call fills it
     k = work.first(pages)
     return work.time(lambda turn: flash_mla_with_kvcache(
         q, pages, work.tables[turn], work.seqlens, case.value_dim, schedule, softmax_scale=work.scale,
@@ -182,7 +182,7 @@ def flashattention3(work: Workload) -> float:
     case = work.case
     q = work.q.view(case.batch, case.queries, case.heads, case.dim)
     options: dict[str, Any] = {}
-    if case.is_latent:  # 64 rotary columns, and as `qv` those that are values too
+    if case.is_latent:  # 64 rotary columns, and as `qv` the columns that are values too
         pages = work.pool.view(-1, PAGE, 1, case.dim)
         k, v = pages[..., case.value_dim:], pages[..., :case.value_dim]
         options["qv"] = q[..., :case.value_dim]
@@ -190,7 +190,7 @@ def flashattention3(work: Workload) -> float:
     else:
         k, v = work.pool.view(2, -1, PAGE, case.kv_heads, case.dim)
         right_k = work.first(k)
-    if case.kv == "fp8_e4m3":  # queries too
+    if case.kv == "fp8_e4m3":  # queries are fp8 too
         q = q.to(k.dtype)
         one = work.torch.ones(case.batch, case.kv_heads, device=DEVICE)
         options.update(q_descale=one, k_descale=one, v_descale=one)
@@ -257,7 +257,7 @@ def cudnn(work: Workload) -> float:
     return work.time(queue, *(kv[i, 0, 0].transpose(0, 1).float() for i in (0, 1)))
 
 
-# Name: what is imported, and the function that returns microseconds or raises.
+# For each name, the imported module and the function that returns microseconds or raises.
 PEERS: dict[str, tuple[str, Callable[[Workload], float]]] = {
     "flashinfer": ("flashinfer", flashinfer),
     "flashattention3": ("flash_attn_interface", flashattention3),

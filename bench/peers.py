@@ -31,7 +31,7 @@ from typing import Any
 from peer_attention import PEERS, Case, Unsupported, Workload, all_cases
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIMIT_S = 900  # of one case, kernels that a package compiles first included
+LIMIT_S = 900  # per case, including kernels that a package compiles first
 
 
 def one_line(error: BaseException) -> str:
@@ -60,7 +60,7 @@ def work_through(peer: str, cases: list[Case], pipe: Any) -> None:
             result = {"unsupported": str(error)}
         except Exception as error:
             result = {"error": one_line(error)}
-        work = None  # before the next pool
+        work = None  # free it before the next pool
         pipe.send(result)
         try:
             torch.cuda.synchronize()
@@ -104,7 +104,7 @@ def run_peer(peer: str, cases: list[Case], worker: Callable[..., None] = work_th
         process.join()
         if not said or "absent" in said:
             why = why or said["absent"]
-            if about:  # it ran before: what it gave stands
+            if about:  # it ran before, so keep its results
                 results |= {case.name: {"error": why} for case in todo}
             else:
                 about = {"absent": why}

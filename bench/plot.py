@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# The figures depend on the results alone.
+# Figures must depend only on the results.
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -150,7 +150,7 @@ def main():
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "helix"  # the same file from the same results
+    matplotlib.rcParams["svg.hashsalt"] = "helix"  # equal results give equal files
     from matplotlib import pyplot as plt
 
     device = context.get("device", "GPU")

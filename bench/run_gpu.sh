@@ -23,7 +23,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 build="$(realpath -m "${1:-$root/build/cuda}")"
 shift $(($# > 0 ? 1 : 0))
 results="${HELIX_RESULTS:-$root/bench/results}"
-# A process that dies holding NVLink multicast objects can leave the host's GPUs unusable.
+# A process that dies while it holds NVLink multicast objects can leave the host's GPUs unusable.
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
@@ -52,7 +52,7 @@ fi
 shopt -s nullglob
 tests=("$build"/tests/cuda/cuda_*_test)
 
-# CTest knows the tests by absolute paths.
+# CTest stores absolute paths of the tests, so it does not work in a folder that was built elsewhere.
 run_tests() {
   if command -v ctest >/dev/null && is_of_this_checkout; then
     ctest --test-dir "$build" -L gpu --output-on-failure --no-tests=error
@@ -61,7 +61,7 @@ run_tests() {
   local failed=0
   for test in "${tests[@]}"; do
     echo "== $(basename "$test")"
-    (cd "$build/tests/cuda" && "$test") || [[ $? -eq 77 ]] || failed=1  # 77: all that could be tried went well
+    (cd "$build/tests/cuda" && "$test") || [[ $? -eq 77 ]] || failed=1  # 77: everything that could run has passed
   done
   return "$failed"
 }

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# NCCL ships no CMake package. Defines NCCL::NCCL, NCCL_VERSION, NCCL_INCLUDE_DIR and NCCL_LIBRARY; looks in NCCL_ROOT and beside the
-# CUDA toolkit.
+# NCCL ships no CMake package. Defines NCCL::NCCL, NCCL_VERSION, NCCL_INCLUDE_DIR and NCCL_LIBRARY. Searches NCCL_ROOT and the CUDA toolkit.
 find_package(CUDAToolkit QUIET)
 find_path(NCCL_INCLUDE_DIR nccl.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
 find_library(NCCL_LIBRARY NAMES nccl libnccl.so.2 HINTS ${CUDAToolkit_LIBRARY_DIR} ${NCCL_INCLUDE_DIR}/../lib)
 if(EXISTS "${NCCL_INCLUDE_DIR}/nccl.h")
-  # What is set here is set for whoever asks find_package(helix COMPONENTS cuda).
+  # Variables set here are visible to the caller of find_package(helix COMPONENTS cuda).
   set(NCCL_VERSION "")
   file(STRINGS "${NCCL_INCLUDE_DIR}/nccl.h" helix_nccl_lines REGEX "^#define NCCL_(MAJOR|MINOR|PATCH) +[0-9]+")
   foreach(helix_nccl_part MAJOR MINOR PATCH)

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sets HELIX_HAS_CUDA and makes the CUDA language ready: HELIX_CUDA=AUTO takes what the machine has, ON fails without it. NCCL and
-# cuBLASLt are part of it.
+# Sets HELIX_HAS_CUDA and enables the CUDA language. HELIX_CUDA=AUTO uses CUDA if the machine has it, ON fails without it. NCCL and cuBLASLt
+# are required parts.
 set(HELIX_CUDA_MIN_VERSION 12.8)
 set(HELIX_NCCL_MIN_VERSION 2.19)
 set(HELIX_HAS_CUDA OFF)
 if(HELIX_CUDA)
   include(CheckLanguage)
-  # What was not there at an earlier configuration may be by now.
+  # Forget a compiler that an earlier configuration did not find, because it may exist now.
   if(DEFINED CACHE{CMAKE_CUDA_COMPILER} AND NOT CMAKE_CUDA_COMPILER)
     unset(CMAKE_CUDA_COMPILER CACHE)
   endif()
   check_language(CUDA)
   set(nvcc_version "")
   if(CMAKE_CUDA_COMPILER)
-    # Asked before the language is enabled: an nvcc that is too old does not know the architectures and would end the configuration.
+    # Check the version before the language is enabled: an nvcc that is too old does not know the architectures and would end the
+    # configuration.
     execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
     string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" nvcc_version "${nvcc_version}")
     set(nvcc_version "${CMAKE_MATCH_1}")
@@ -41,8 +42,8 @@ else()
   message(STATUS "helix: CUDA ${HELIX_HAS_CUDA} (HELIX_CUDA=${HELIX_CUDA})")
 endif()
 
-# helix_check_cuda_architectures(ARCHITECTURES...): the kernels need compute capability 8.0, and those of 9.0 are for 90a. What
-# "native" is, the compiler finds out.
+# helix_check_cuda_architectures(ARCHITECTURES...): the kernels need compute capability 8.0, and those for 9.0 need 90a. For "native" the
+# compiler decides.
 function(helix_check_cuda_architectures)
   set(advice "set HELIX_CUDA_ARCHITECTURES, for helix alone, or CMAKE_CUDA_ARCHITECTURES, e.g. to \"80-virtual;90a-real\"")
   foreach(architecture IN LISTS ARGN)
@@ -60,19 +61,19 @@ function(helix_check_cuda_architectures)
 endfunction()
 
 if(HELIX_HAS_CUDA)
-  # Plain variables of this directory: a project that helix is part of keeps its own. Unset, CMake would write its default into
-  # the cache as the language is enabled.
+  # Plain variables of this directory, so that a project that contains helix keeps its own. If they were unset, CMake would write its
+  # default into the cache when the language is enabled.
   if(HELIX_CUDA_ARCHITECTURES)
     set(CMAKE_CUDA_ARCHITECTURES "${HELIX_CUDA_ARCHITECTURES}")
   elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT "$ENV{CUDAARCHS}" STREQUAL "")
-    # As CMake does when it enables the language, but before the check. Later configurations may lack the environment.
+    # The same as CMake does when it enables the language, but before the check. Later configurations may lack the environment variable.
     set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}" CACHE STRING "CUDA architectures")
   elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    # Hopper's own code, and PTX that newer and older GPUs from compute capability 8.0 on compile when they load it.
+    # Native code for Hopper, and PTX that all other GPUs from compute capability 8.0 on compile at load time.
     set(CMAKE_CUDA_ARCHITECTURES "80-virtual;90a-real")
   endif()
   helix_check_cuda_architectures(${CMAKE_CUDA_ARCHITECTURES})
-  # A static runtime needs no CUDA at run time: a machine without a driver uses the CPU.
+  # With a static runtime, CUDA is not needed at run time: a machine without a driver uses the CPU.
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   enable_language(CUDA)
   find_package(CUDAToolkit ${HELIX_CUDA_MIN_VERSION} REQUIRED)

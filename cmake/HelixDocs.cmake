@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The target `docs`: the reference of the public headers with the pages of docs/, in docs/html of the build folder.
+# The target `docs` builds the reference of the public headers and the pages of docs/ into docs/html of the build folder.
 find_program(HELIX_DOXYGEN doxygen)
 mark_as_advanced(HELIX_DOXYGEN)
 if(HELIX_DOXYGEN)

@@ -4,7 +4,8 @@ include(CMakePackageConfigHelpers)
 
 set(HELIX_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/helix")
 
-# helix_install(COMPONENT TARGET): an export of its own, since a consumer who does not ask for a component needs nothing of it.
+# helix_install(COMPONENT TARGET): each component has an export of its own, because a consumer that does not ask for it must not need its
+# dependencies.
 function(helix_install component target)
   set(export helix-${component}-targets)
   install(TARGETS ${target} EXPORT ${export}
@@ -14,7 +15,7 @@ function(helix_install component target)
   install(EXPORT ${export} NAMESPACE helix:: DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
   get_target_property(headers ${target} HELIX_HEADERS)
   foreach(header IN LISTS headers)
-    if(header)  # get_target_property says NOTFOUND of a target without headers
+    if(header)  # get_target_property returns NOTFOUND for a target without headers
       get_filename_component(folder "helix/${header}" DIRECTORY)
       install(FILES "${PROJECT_SOURCE_DIR}/include/helix/${header}" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/${folder}"
               COMPONENT helix)
@@ -36,7 +37,7 @@ if(HELIX_HAS_MPI)
 endif()
 if(HELIX_HAS_CUDA)
   helix_install(cuda helix_cuda)
-  # NCCL has no package of its own, so how it is found is installed beside the export.
+  # NCCL has no CMake package, so the find module is installed too.
   install(FILES "${PROJECT_SOURCE_DIR}/cmake/FindNCCL.cmake" DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
 endif()
 
@@ -49,7 +50,7 @@ install(FILES "${PROJECT_BINARY_DIR}/helix-config.cmake" "${PROJECT_BINARY_DIR}/
         DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
 if(PROJECT_IS_TOP_LEVEL)
   set(HELIX_DOC_DIR "${CMAKE_INSTALL_DOCDIR}")
-else()  # CMAKE_INSTALL_DOCDIR is the parent's, with its own LICENSE
+else()  # a parent project owns CMAKE_INSTALL_DOCDIR and has a LICENSE of its own
   set(HELIX_DOC_DIR "${CMAKE_INSTALL_DATAROOTDIR}/doc/helix")
 endif()
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${HELIX_DOC_DIR}" COMPONENT helix)

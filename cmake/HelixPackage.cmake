@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# What cpack makes of the install rules: libhelix-dev_VERSION_ARCHITECTURE.deb and helix-VERSION-SYSTEM.tar.gz, each with the headers, the
-# libraries of this build (static or shared as BUILD_SHARED_LIBS says), and the files of find_package and pkg-config.
+# The packages that cpack builds from the install rules: libhelix-dev_VERSION_ARCHITECTURE.deb and helix-VERSION-SYSTEM.tar.gz. Each
+# contains the headers, the libraries of this build (static or shared, see BUILD_SHARED_LIBS), and the files for find_package and
+# pkg-config.
 #   cmake --build BUILD && cpack --config BUILD/CPackConfig.cmake -B FOLDER
 set(CPACK_GENERATOR DEB TGZ)
 set(CPACK_PACKAGE_NAME helix)
@@ -12,13 +13,13 @@ set(CPACK_PACKAGE_DESCRIPTION
 This package has the headers, the libraries, and the files that find_package(helix) and pkg-config read.")
 set(CPACK_RESOURCE_FILE_LICENSE "${PROJECT_SOURCE_DIR}/LICENSE")
 set(CPACK_PACKAGE_FILE_NAME "helix-${PROJECT_VERSION}-${CMAKE_SYSTEM_NAME}-${CMAKE_SYSTEM_PROCESSOR}")
-set(CPACK_STRIP_FILES OFF)  # static libraries keep the symbols that their users link
+set(CPACK_STRIP_FILES OFF)  # users link static libraries and need their symbols
 set(CPACK_PRE_BUILD_SCRIPTS "${PROJECT_SOURCE_DIR}/cmake/open_packaged_folders.cmake")
 
 set(CPACK_DEBIAN_PACKAGE_NAME libhelix-dev)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
-if(CMAKE_CROSSCOMPILING)  # else CPack asks dpkg for that of this machine
+if(CMAKE_CROSSCOMPILING)  # otherwise CPack asks dpkg for this machine's architecture
   string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" processor)
   set(debian_x86_64 amd64)
   set(debian_aarch64 arm64)
@@ -30,7 +31,7 @@ if(CMAKE_CROSSCOMPILING)  # else CPack asks dpkg for that of this machine
   endif()
 endif()
 
-# Debian's package of an installed file: nothing where no package has it, such as a library built from source.
+# The Debian package that owns an installed file; empty if none does, as for a library built from source.
 function(helix_debian_package_of file result)
   set(package "")
   find_program(HELIX_DPKG_QUERY dpkg-query)
@@ -44,8 +45,8 @@ function(helix_debian_package_of file result)
   set(${result} "${package}" PARENT_SCOPE)
 endfunction()
 
-# What a user of the package compiles and links against. What a shared library needs to run dpkg-shlibdeps finds; a static one is
-# linked by its users, against the Highway that it was compiled with.
+# Packages that a user compiles and links against. dpkg-shlibdeps finds what a shared library needs at run time. A static library is linked
+# by its users, against the Highway version that it was compiled with.
 set(needed "")
 set(useful "")
 if(HELIX_HAS_CPU AND NOT BUILD_SHARED_LIBS)
@@ -57,19 +58,19 @@ if(HELIX_HAS_CPU AND NOT BUILD_SHARED_LIBS)
   endif()
 endif()
 if(HELIX_HAS_MPI)
-  # None where the compiler is MPI's own, such as mpicxx.
+  # There are none if the compiler is MPI's own, such as mpicxx.
   set(mpi_include_dirs ${MPI_CXX_INCLUDE_DIRS})
   if(NOT mpi_include_dirs)
     set(mpi_include_dirs ${CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES})
   endif()
   find_file(mpi_header mpi.h PATHS ${mpi_include_dirs} NO_DEFAULT_PATH NO_CACHE)
   helix_debian_package_of("${mpi_header}" package)
-  if(NOT package)  # behind a link of the alternatives
+  if(NOT package)  # the file may be a link of the alternatives system
     get_filename_component(mpi_header "${mpi_header}" REALPATH)
     helix_debian_package_of("${mpi_header}" package)
   endif()
   if(package)
-    list(APPEND useful ${package})  # the component mpi alone
+    list(APPEND useful ${package})  # only the component mpi needs it
   endif()
 endif()
 list(JOIN needed ", " CPACK_DEBIAN_PACKAGE_DEPENDS)

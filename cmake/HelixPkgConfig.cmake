@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Installs helix-core.pc and one file a library, and helix.pc for the CPU's sum. They name no place of this machine but those of MPI,
-# CUDA and NCCL, and find their prefix from where they lie.
+# Installs helix-core.pc, one file for each library, and helix.pc for all of the CPU libraries. They contain no paths of this machine except
+# those of MPI, CUDA and NCCL, and derive their prefix from their own location.
 set(HELIX_PKGCONFIG_DIR "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
 if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}" OR IS_ABSOLUTE "${CMAKE_INSTALL_INCLUDEDIR}")
   set(helix_pc_prefix "${CMAKE_INSTALL_PREFIX}")
@@ -18,9 +18,9 @@ foreach(part IN ITEMS LIB INCLUDE)
   endif()
 endforeach()
 
-# helix_pkg_config(NAME DESCRIPTION [REQUIRES packages...] [LIBS flags...] [HIDDEN_REQUIRES packages...] [HIDDEN_LIBS flags...]
-# [CFLAGS flags...]): what is hidden is inside a shared library and part of every link with a static one. There it is not private:
-# a static helix has no other kind of link, so pkg-config need not be told --static.
+# helix_pkg_config(NAME DESCRIPTION [REQUIRES packages...] [LIBS flags...] [HIDDEN_REQUIRES packages...] [HIDDEN_LIBS flags...] [CFLAGS
+# flags...]): hidden dependencies are inside a shared library, but are part of every link with a static one. A static helix does not list
+# them as private: it can only be linked statically, so pkg-config need not be called with --static.
 function(helix_pkg_config name description)
   cmake_parse_arguments(arg "" "" "REQUIRES;LIBS;HIDDEN_REQUIRES;HIDDEN_LIBS;CFLAGS" ${ARGN})
   if(NOT BUILD_SHARED_LIBS)

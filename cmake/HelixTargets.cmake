@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# What every library target of this project has in common.
+# Settings that all library targets of this project share.
 
-# helix_set_include_directory(TARGET SCOPE): include/ here, and where the headers are installed.
+# helix_set_include_directory(TARGET SCOPE): adds include/ in this project, and the install location of the headers.
 function(helix_set_include_directory target scope)
   target_include_directories(${target} ${scope} "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>")
   if(HELIX_INSTALL)
@@ -9,8 +9,8 @@ function(helix_set_include_directory target scope)
   endif()
 endfunction()
 
-# helix_add_library(NAME SOURCES...): the target helix_NAME, known as helix::NAME here and where it is installed. Static or shared as
-# BUILD_SHARED_LIBS says; nothing is visible but what HELIX_API marks.
+# helix_add_library(NAME SOURCES...): the target helix_NAME, with the alias helix::NAME here and in the installed package. Static or shared,
+# see BUILD_SHARED_LIBS. Only symbols marked HELIX_API are visible.
 function(helix_add_library name)
   set(target helix_${name})
   add_library(${target} ${ARGN})
@@ -22,19 +22,19 @@ function(helix_add_library name)
     POSITION_INDEPENDENT_CODE ON
     CXX_VISIBILITY_PRESET hidden
     CUDA_VISIBILITY_PRESET hidden
-    INSTALL_RPATH "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>"  # the libraries find each other wherever the package lies
-    INSTALL_RPATH_USE_LINK_PATH ON  # and what they link outside of the system's folders, such as the CUDA toolkit
+    INSTALL_RPATH "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>"  # lets the libraries find each other wherever the package lies
+    INSTALL_RPATH_USE_LINK_PATH ON  # also for libraries outside the system folders, such as the CUDA toolkit
     VERSION ${PROJECT_VERSION}
     SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})  # before 1.0 a minor version may break the interface
   helix_set_warnings(${target})
-  # Minutes of compilation that a project which adds helix pays for only if it links the target.
+  # Compilation takes minutes, so a project that contains helix builds this target only if it links it.
   if(NOT PROJECT_IS_TOP_LEVEL AND NOT HELIX_INSTALL)
     set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
   endif()
 endfunction()
 
-# helix_link_hidden(TARGET LIBRARIES...): links what no public header shows. A shared library has it inside, so that those who use
-# the installed one need not find it; a static library's users link it themselves.
+# helix_link_hidden(TARGET LIBRARIES...): links libraries that no public header uses. A shared library contains them, so users of the
+# installed one need not find them. Users of a static library link them themselves.
 function(helix_link_hidden target)
   get_target_property(type ${target} TYPE)
   foreach(library IN LISTS ARGN)
@@ -46,8 +46,8 @@ function(helix_link_hidden target)
   endforeach()
 endfunction()
 
-# helix_add_headers(TARGET HEADERS...): public headers, named below include/helix/, which are installed with the target. No file set:
-# those came with CMake 3.23. packaging/installed_package fails if a header is in no list.
+# helix_add_headers(TARGET HEADERS...): public headers, named relative to include/helix/, that are installed with the target. File sets are
+# not used because they need CMake 3.23. packaging/installed_package fails if a header is in no list.
 function(helix_add_headers target)
   set_property(TARGET ${target} APPEND PROPERTY HELIX_HEADERS ${ARGN})
 endfunction()

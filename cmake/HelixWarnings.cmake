@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The warnings that every target of this project is built with, as errors where HELIX_WERROR is on; and the sanitizers, if any.
+# Sets the warnings of every target of this project, as errors if HELIX_WERROR is on, and the sanitizers, if any.
 function(helix_set_warnings target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic>)
   # No -Wpedantic: nvcc hands the host compiler line directives in GCC's style.
@@ -10,13 +10,13 @@ function(helix_set_warnings target)
   endif()
 endfunction()
 
-# Sanitizers act on whole programs, so they are set for the directory tree and not a target.
+# Sanitizers apply to whole programs, so they are set for the directory tree and not for a target.
 set(HELIX_SANITIZE "" CACHE STRING "Sanitizers to build everything with: address,undefined or undefined or thread; empty is none")
 if(HELIX_SANITIZE)
   add_compile_options(-fsanitize=${HELIX_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
   add_link_options(-fsanitize=${HELIX_SANITIZE})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # Instrumentation hides initialisations from the flow analysis: false alarms in code that is clean without it.
+    # Instrumentation hides initialisations from the flow analysis, which then warns about correct code.
     add_compile_options(-Wno-maybe-uninitialized -Wno-stringop-overflow -Wno-array-bounds)
   endif()
 endif()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Toolchain file: from Debian on another machine to 64-bit Arm, tests in an emulator. Libraries come from build/arm64/sysroot, which
+# Toolchain file: cross-compiles on Debian for 64-bit Arm and runs the tests in an emulator. Libraries come from build/arm64/sysroot, which
 # cmake/arm64_sysroot.sh fills, and never from the machine's own folders.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)

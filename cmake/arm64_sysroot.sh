@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Unpacks the arm64 builds of the libraries that Helix needs into build/arm64/sysroot. The system stays as it is: no architecture is
-# added to it and nothing is installed. Needs no root, and no network once done. Without them, or without the cross compiler and
-# the emulator, it says in one line what is missing and ends with status 1.
+# Unpacks the arm64 builds of the libraries that Helix needs into build/arm64/sysroot. The system does not
+# change: no architecture is added and nothing is installed. Needs no root, and no network once it is done. If
+# these libraries, the cross compiler or the emulator cannot be had, it reports in one line what is missing
+# and exits with status 1.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -21,7 +22,7 @@ command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null 
 command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null ||
   missing "the arm64 libraries come as Debian packages, for which there is no apt-get here"
 
-# apt-get with lists and a cache of its own.
+# Calls apt-get with its own package lists and cache.
 rm -rf "$arm64/packages" "$arm64/sysroot"
 mkdir -p "$arm64/packages/lists/partial" "$arm64/packages/cache/archives/partial" "$arm64/sysroot"
 apt() {
@@ -31,7 +32,7 @@ apt() {
 
 apt update || true  # a broken foreign source does not stop us; missing packages do
 apt download "${packages[@]}" || missing "apt-get cannot download the arm64 builds of ${packages[*]}"
-# The names of the shared libraries' packages hold versions: libfmt9.
+# The package names of the shared libraries contain versions, as in libfmt9.
 mapfile -t shared < <(for package in "$arm64"/packages/lib{hwy,fmt}-dev_*.deb; do
   dpkg-deb --field "$package" Depends
 done | grep --only-matching --extended-regexp 'lib(hwy|fmt)[^ ,]*')

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# forget_other_tools.sh BUILD: CMake takes these variables at a folder's first configuration only. Where they are others than then, what
-# it found with the old ones is removed, so that the next configuration is a first one.
+# forget_other_tools.sh BUILD: CMake reads these variables only at the first configuration of a folder. If
+# they have changed since, this removes what CMake found with the old values, so that the next configuration
+# is a first one again.
 set -euo pipefail
 
 build="$1"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs the Debian or Ubuntu packages that a build needs and that are missing; does nothing, offline too, if all are there.
+# Installs the missing Debian or Ubuntu packages that a build needs. If none is missing, it does nothing and
+# works offline.
 #
 # usage: cmake/install_packages.sh [--tests | --arm64 | --chat]
 #   --tests adds what only the tests use (MPI, doxygen, Python), --arm64 a cross compiler and an emulator; --chat Python
@@ -8,15 +9,15 @@ set -euo pipefail
 
 packages=(g++ cmake ninja-build libhwy-dev libfmt-dev catch2 libbenchmark-dev nlohmann-json3-dev libcli11-dev)
 optional=()
-# Debian splits venv from Python; one from elsewhere has both.
+# Debian packages venv separately from Python; other Pythons include it.
 has_venv() { python3 -c 'import ensurepip, venv' 2>/dev/null; }
 if [[ "${1:-}" == "--tests" ]]; then
-  # Without them the tests of MPI, of the reference and in Python are left out, nothing else.
+  # Without these packages only the tests of MPI, of the reference and in Python are left out.
   optional=(libopenmpi-dev openmpi-bin)
   command -v doxygen >/dev/null || optional+=(doxygen)
   has_venv || optional+=(python3 python3-venv)
 elif [[ "${1:-}" == "--chat" ]]; then
-  has_venv || optional=(python3 python3-venv)  # without them there is no text, nothing else
+  has_venv || optional=(python3 python3-venv)  # only text needs these
 elif [[ "${1:-}" == "--arm64" ]]; then
   command -v aarch64-linux-gnu-g++ >/dev/null || optional+=(g++-aarch64-linux-gnu)
   command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || optional+=(qemu-user)
@@ -36,7 +37,8 @@ install() {
     command -v sudo >/dev/null || { echo "cannot install: neither root nor sudo" >&2; return 1; }
     as_root=(sudo)
   fi
-  # The lists may be absent (containers) or stale: refresh them, but let a broken foreign source not stop us.
+  # The package lists may be absent (containers) or stale, so refresh them. A broken third-party source must
+  # not stop the installation.
   "${as_root[@]}" apt-get update -q || true
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"
 }
@@ -51,12 +53,13 @@ mapfile -t missing < <(missing_of "${packages[@]}" "${optional[@]}")
 
 echo "installing: ${missing[*]}" >&2
 if ! install "${missing[@]}" >&2; then
-  # apt-get installs all or none, and what is optional must not keep out the rest.
+  # apt-get installs all packages or none, and optional packages must not prevent the others.
   mapfile -t required < <(missing_of "${packages[@]}")
   if [[ ${#required[@]} -gt 0 && ${#required[@]} -lt ${#missing[@]} ]]; then
     install "${required[@]}" >&2 || true
   fi
-  # Not fatal here: a package built from source may stand in. CMake names what it really lacks.
+  # A missing package is not fatal here, because a package built from source may replace it. CMake reports
+  # what is really missing.
   mapfile -t missing < <(missing_of "${packages[@]}" "${optional[@]}")
   [[ ${#missing[@]} -eq 0 ]] || echo "could not install: ${missing[*]}; going on without" >&2
 fi

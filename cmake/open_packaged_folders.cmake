@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Run by cpack before it packs what it has installed: lets everybody into the folders. CPACK_INSTALL_DEFAULT_DIRECTORY_PERMISSIONS does not,
-# where the umask of who makes the package keeps others out.
+# cpack runs this before it packs the installed files: gives everybody access to the folders. CPACK_INSTALL_DEFAULT_DIRECTORY_PERMISSIONS
+# does not achieve this if the umask of the packaging user denies others access.
 file(CHMOD_RECURSE "${CPACK_TEMPORARY_DIRECTORY}" DIRECTORY_PERMISSIONS
      OWNER_READ OWNER_WRITE OWNER_EXECUTE GROUP_READ GROUP_EXECUTE WORLD_READ WORLD_EXECUTE)

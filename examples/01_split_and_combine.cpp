@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over a split KV sequence, merged exactly: the mathematics that Helix rests on, in one file.
+// Splits the KV sequence of one query into shards, attends to each shard alone, and merges the results
+// exactly. This is the mathematics that Helix rests on, in one file.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -14,7 +15,8 @@ constexpr int kTokens = 1000;
 constexpr int kDim = 64;
 constexpr int kShards = 4;
 
-/// softmax(q k) v over tokens [begin, end), and the natural log of the softmax's denominator.
+/// Computes softmax(q k) v over tokens [begin, end). Returns the natural log of the softmax's denominator
+/// (lse).
 float attend(const std::vector<float>& q, const std::vector<float>& k, const std::vector<float>& v, int begin,
              int end, float* out) {
   double total = 0.0;
@@ -42,7 +44,8 @@ int main() {
   std::vector<float> whole(kDim);
   attend(q, k, v, 0, kTokens, whole.data());
 
-  // Each shard knows nothing of the others. One is much shorter: weights come from the lse, not from lengths.
+  // Each shard is attended to without any knowledge of the others. The first shard is much shorter than the
+  // rest: the combine weighs each partial result by its log-sum-exp (lse), not by its length.
   std::vector<float> partial_out(kShards * kDim), partial_lse(kShards), combined(kDim);
   const int begins[kShards + 1] = {0, 10, 400, 700, kTokens};
   for (int s = 0; s < kShards; ++s) {
@@ -54,7 +57,7 @@ int main() {
   const helix::LseCombineArgs<float> args{.partial_out = {partial_out.data(), {kShards, 1, 1, kDim}},
                                           .partial_lse = {partial_lse.data(), {kShards, 1, 1}},
                                           .out = {combined.data(), {1, 1, kDim}},
-                                          .lse = {}};  // not wanted
+                                          .lse = {}};  // the combined lse is not needed
   helix::lse_combine(backend, args, stream);
   backend.synchronize(stream);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One transformer layer on four ranks (KVP 2 x TPA 2, threads of this process), compared with one rank.
+// Runs one transformer layer on four ranks (KVP 2 x TPA 2), which are threads of this process, and compares
+// the result with that of one rank.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -12,14 +13,14 @@
 namespace {
 
 using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
-using Matrix = std::vector<float>;  // row-major, one row an output feature
+using Matrix = std::vector<float>;  // row-major, one row per output feature
 
 constexpr helix::ModelShape kShape{
     .num_query_heads = 8, .num_kv_heads = 2, .head_dim = 32, .value_dim = 32, .hidden = 128, .ffn = 256};
 constexpr int kPrompt = 50;
 constexpr int kSteps = 8;
 
-/// The whole layer, as a checkpoint holds it.
+/// The weights of the whole layer, as a checkpoint holds them, and the input tokens.
 struct Model {
   std::mt19937 generator{7};
   Matrix norm = random(1, kShape.hidden), q = random(8 * 32, 128), k = random(2 * 32, 128),
@@ -49,13 +50,14 @@ helix::WeightView view(const Matrix& m, std::int64_t cols) {
   return {m.data(), helix::DType::f32, static_cast<std::int64_t>(m.size()) / cols, cols};
 }
 
-/// What one rank does; returns the hidden state of the last token.
+/// Runs one rank. Returns the hidden state of the last token.
 Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::LocalComm stage) {
   const int rank = stage.rank();
   Backend backend(stage, helix::split_kvp(stage, topo));
   Backend::Stream stream = backend.create_stream();
 
-  // This rank's slices: the topology says which. W_o follows combined_heads, not the rank number.
+  // Take this rank's slices of the weights; the topology says which. W_o is sliced by combined_heads, not by
+  // the rank number: the exchange decides which heads a rank holds afterwards.
   const auto heads = [](helix::Range r) { return helix::Range{r.begin * 32, r.end * 32}; };
   const helix::Range q = heads(topo.query_heads(rank)), kv = heads(topo.kv_heads(rank));
   const Matrix qkv = rows(model.q, 128, q) + rows(model.k, 128, kv) + rows(model.v, 128, kv);
@@ -72,7 +74,7 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
   const helix::LayerConfig config{.softmax_scale = 1.0f / std::sqrt(32.0f),
                                   .rope = {.inverse_frequency = model.frequency.data(), .rotary_dim = 32}};
 
-  // Everything is allocated once, before the first step.
+  // All memory is allocated once, before the first step.
   helix::ShardedKVCache<Backend> cache(backend, topo, {.dtype = helix::DType::f32, .layers = 1, .pages = 16});
   const helix::RankShape shape = topo.rank_shape(rank);
   helix::HopB<Backend> hop_b(backend, /*max_slices=*/4);
@@ -85,7 +87,8 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
   const helix::SequenceId sequence = cache.add(kPrompt + kSteps);
 
   Matrix hidden;
-  for (int step = 0; step <= kSteps; ++step) {  // the prompt as one chunk, then token by token
+  // The prompt runs as one chunk, then each step runs one token.
+  for (int step = 0; step <= kSteps; ++step) {
     const int first = step == 0 ? 0 : kPrompt + step - 1;
     const int count = step == 0 ? kPrompt : 1;
     std::vector<std::int64_t> positions;

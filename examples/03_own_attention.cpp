@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An engine with everything of its own (allocator, queue, communicator, KV pool, attention kernel) that takes
-// the ownership of tokens, the exchange and the combine from Helix. Needs the headers alone: nothing is
+// An engine with its own allocator, queue, communicator, KV pool and attention kernel. It takes token
+// ownership, the exchange of partials and the combine from Helix. It needs only the headers: nothing is
 // linked.
 #include <algorithm>
 #include <barrier>
@@ -24,7 +24,7 @@ namespace {
 constexpr int kKvp = 4, kHeads = 8, kKvHeads = 2, kDim = 32, kContext = 333, kBlock = 16, kChunk = 8;
 constexpr float kScale = 0.17f;
 
-/// The engine's communicator: threads that meet at a barrier. Helix calls these four functions of it.
+/// The engine's communicator: threads that meet at a barrier. Helix calls only the four functions below.
 class EngineComm {
  public:
   struct Room {
@@ -53,7 +53,8 @@ class EngineComm {
   int rank_;
 };
 
-/// The engine as Helix sees it: memory, a queue (here one that runs at once), and three functions.
+/// The engine as Helix sees it: memory, a queue (here operations run at once), and the three operations
+/// pack_partial(), check_exchange() and lse_combine().
 class EngineBackend {
  public:
   using Activation = float;
@@ -129,7 +130,7 @@ class EngineBackend {
         double total = args.sinks != nullptr ? std::exp(args.sinks[h] - max) : 0.0;
         for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.out(t, h, d) = 0.0f;
         for (std::int64_t r = 0; r < args.partial_lse.extent(0); ++r) {
-          if (lse_of(r) == -HUGE_VAL) continue;  // a shard without a visible token: its out may be anything
+          if (lse_of(r) == -HUGE_VAL) continue;  // no visible token here: out may be anything
           const double weight = std::exp(lse_of(r) - max);
           total += weight;
           for (std::int64_t d = 0; d < args.out.extent(2); ++d)
@@ -146,7 +147,8 @@ class EngineBackend {
   EngineComm* comm_;
 };
 
-struct Model {  // one query token, and keys and values [token][KV head][dim] of the whole context
+// One query token, and the K and V of the whole context, [token][KV head][dim].
+struct Model {
   std::vector<float> q = random(kHeads * kDim), k = random(kContext * kKvHeads * kDim),
                      v = random(kContext * kKvHeads * kDim);
 
@@ -159,8 +161,8 @@ struct Model {  // one query token, and keys and values [token][KV head][dim] of
   }
 };
 
-/// The engine's kernel: one token's attention over the local tokens of a pool in any layout. Its lse has
-/// base 2.
+/// The engine's own attention kernel: attention of one query token over the rank's local tokens, in a pool of
+/// any layout. Its lse has base 2, not e.
 void engine_attention(const Model& model, const helix::KvView& kv, const helix::Partial<float>& out) {
   const helix::KvFormat& format = kv.format;
   const helix::TokenRange seen = kv.layout.visible(kContext - 1, 0, kv.kvp_rank);
@@ -185,7 +187,8 @@ void engine_attention(const Model& model, const helix::KvView& kv, const helix::
   }
 }
 
-/// One rank: its share of the context in a pool as vLLM lays it out, attention, exchange, combine.
+/// Runs one rank: stores its share of the context in a pool with vLLM's layout, attends to it, exchanges the
+/// partials and combines them.
 void run_rank(EngineComm comm, const Model& model, float* combined) {
   const helix::KvLayout layout(kKvp, kChunk);
   const std::int64_t local_tokens = layout.length(kContext, comm.rank());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An engine on GPUs lends its stream, its NCCL communicators, its allocator and its KV pool (as vLLM lays it
-// out), and takes partial attention, exchange and combine from Helix. One process, a thread a GPU.
+// An engine on GPUs lends Helix its stream, NCCL communicators, allocator and KV pool (in vLLM's layout). It
+// uses the partial attention, the exchange and the combine of Helix. One process, one thread per GPU.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -27,7 +27,7 @@ using Backend = helix::cuda::Backend<helix::cuda::NcclComm, helix::bf16>;
 
 constexpr int kHeads = 8, kKvHeads = 2, kDim = 128, kContext = 1000, kBlock = 16, kChunk = 16;
 
-struct Model {  // one query token, and keys and values [token][KV head][dim], as bf16 rounds them
+struct Model {  // one query token, and K and V as [token][KV head][dim], rounded to bf16
   std::vector<helix::bf16> q = random(kHeads * kDim), k = random(kContext * kKvHeads * kDim),
                            v = random(kContext * kKvHeads * kDim);
 
@@ -44,7 +44,7 @@ void check(cudaError_t status) {
   if (status != cudaSuccess) throw helix::Error(helix::ErrorCode::internal, {cudaGetErrorString(status)});
 }
 
-/// The engine's allocator: the driver's stream-ordered pool stands in for one of its own.
+/// The engine's allocator. Here the driver's stream-ordered memory pool stands in for it.
 helix::cuda::Allocator engine_allocator() {
   return {.allocate =
               [](std::size_t bytes) {
@@ -64,8 +64,8 @@ T* on_device(const std::vector<T>& host) {
   return static_cast<T*>(device);
 }
 
-/// One rank: its share of the context in the engine's pool, attention, exchange and combine on the engine's
-/// stream.
+/// Runs one rank: copies its share of the context into the engine's pool, then attends, exchanges and
+/// combines on the engine's stream.
 void run_rank(int rank, int size, ncclComm_t engine_comm, const Model& model, std::vector<float>& combined) {
   check(cudaSetDevice(rank));
   cudaStream_t engine_stream = nullptr;
@@ -101,7 +101,7 @@ void run_rank(int rank, int size, ncclComm_t engine_comm, const Model& model, st
   kv.layout = layout;
   kv.kvp_rank = rank;
 
-  // Everything is lent: Helix destroys none of it.
+  // All of these are borrowed: Helix destroys none of them.
   helix::cuda::NcclComm comm = helix::cuda::NcclComm::borrow(engine_comm);
   Backend backend(comm, comm, rank, engine_allocator());
   const helix::cuda::Stream stream = helix::cuda::Stream::borrow(engine_stream);

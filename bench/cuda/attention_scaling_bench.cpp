@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of one layer over a KVP shard, with its exchange and the combine, beside attention over the whole
-// cache and beside ranks that divide the heads instead.
+// Attention of one layer over a KVP shard, with its exchange and combine, compared with attention over the
+// whole cache and with ranks that divide the heads instead.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -29,7 +29,7 @@ namespace {
 constexpr std::int64_t kPageTokens = 64;
 constexpr std::int64_t kChunk = 16;
 
-/// The heads of a layer's attention.
+/// The attention heads of a layer.
 struct Heads {
   std::int64_t query_heads;
   std::int64_t kv_heads;
@@ -41,7 +41,7 @@ struct Heads {
     return is_mla ? KvFormat::latent(DType::bf16, head_dim, value_dim, kPageTokens)
                   : KvFormat::head_major(DType::bf16, kv_heads, head_dim, value_dim, kPageTokens);
   }
-  /// Those of one of `ranks` ranks that divide them.
+  /// The heads of one of `ranks` ranks that divide them.
   Heads divided(std::int64_t ranks) const {
     Heads part = *this;
     part.query_heads /= ranks;
@@ -53,7 +53,7 @@ struct Heads {
 constexpr Heads kGqa{128, 8, 128, 128};        // Llama-3.1-405B
 constexpr Heads kMla{128, 1, 576, 512, true};  // DeepSeek-R1
 
-/// Attention of one query token a sequence over the shard of one KVP rank, KV in permuted pages.
+/// Attention of one query token per sequence over the shard of one KVP rank, with KV in permuted pages.
 template <class Comm>
 class ShardAttention {
  public:
@@ -111,10 +111,10 @@ class ShardAttention {
   PartialAttentionArgs<bf16> args_;
 };
 
-/// Attention over a shard beside attention over the whole cache: alone, into the messages of an exchange
-/// ("sent_us"), and with exchange and combine. "over_us" is what those take, less the bytes that the combine
-/// reads at 4 TB/s. "tp_us" is what one of as many ranks takes that divide the heads instead: the whole
-/// context, and of MLA the whole cache on each.
+/// Times attention over a shard and over the whole cache: alone, written into the messages of an exchange
+/// ("sent_us"), and with exchange and combine. "over_us" is the time of exchange and combine without the
+/// bytes that the combine reads at 4 TB/s. "tp_us" is the time of one of as many ranks that divide the heads
+/// instead: each reads the whole context, and for MLA the whole cache.
 template <class Comm>
 void bench_attention_scaling(benchmark::State& state, const Heads& heads, int kvp, std::int64_t batch,
                              std::int64_t context) {
@@ -142,7 +142,7 @@ void bench_attention_scaling(benchmark::State& state, const Heads& heads, int kv
         shard_us[r] = times[0];
         sent_us[r] = times[1];
         exchanged_us[r] = times[2];
-        shard.queue(exchange.target());  // what the result is compared with
+        shard.queue(exchange.target());  // the expected result
         results[r] = exchange.result();
       }
       rank.meeting.arrive_and_wait();
@@ -162,7 +162,8 @@ void bench_attention_scaling(benchmark::State& state, const Heads& heads, int kv
     state.SkipWithError(error.what());
   }
   const double slowest = *std::max_element(shard_us.begin(), shard_us.end());
-  const double combine_us = static_cast<double>(shape.bytes()) / 4e6;  // of this rank's heads from all ranks
+  // Reads this rank's heads from all ranks.
+  const double combine_us = static_cast<double>(shape.bytes()) / 4e6;
   for (auto _ : state) state.SetIterationTime(slowest * 1e-6);
   state.counters["us"] = slowest;
   state.counters["sent_us"] = *std::max_element(sent_us.begin(), sent_us.end());
@@ -182,7 +183,7 @@ void bench_attention_scaling(benchmark::State& state, const Heads& heads, int kv
 void register_attention_scaling(int num_gpus) {
   for (const int kvp : {2, 4}) {
     if (kvp > num_gpus) continue;
-    // The whole cache or a shard: at most 34 GB.
+    // Cases over the whole cache or a shard: at most 34 GB.
     const auto add = [&]<class Comm>(const std::string& name, const Heads& heads, std::int64_t batch,
                                      std::int64_t tokens, Comm*) {
       register_case(

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole decode step through 8 layers shaped like Llama-3.1-405B's, bf16 weights and KV, 8 sequences of one
-// query token, on 1, 2 and 4 GPUs, captured once and replayed.
+// A whole decode step through 8 layers shaped like Llama-3.1-405B's, with bf16 weights and KV and 8 sequences
+// of one query token, on 1, 2 and 4 GPUs, captured once and replayed.
 //
-// "floor_us" is what the step takes at least if nothing overlaps: the bytes of each weight matrix and of the
-// KV at the rate that reads of that size reach, and the collectives as measured alone, all in the same
-// run. HOP-B hides exchanges and so may come below its share of it.
+// "floor_us" is the minimum time of the step if nothing overlaps: the bytes of each weight matrix and of the
+// KV at the rate that reads of that size reach, and the collectives as measured alone, all in the same run.
+// HOP-B hides exchanges, so it may fall below its share of the floor.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -40,34 +40,36 @@ constexpr std::int64_t kPageTokens = 64;
 constexpr std::int64_t kChunk = 16;
 constexpr int kMaxSlices = 8;
 constexpr int kTimedSteps = 24;
-constexpr std::int64_t kSpareSteps = 5 * kTimedSteps;  // that the cache can grow by
+constexpr std::int64_t kSpareSteps = 5 * kTimedSteps;  // limit on the cache's growth
 constexpr float kNormWeight =
-    1.0f / 64;  // products over uniform weights in (-1, 1) keep the size of an input
+    1.0f / 64;  // keeps the magnitude of an input in products with uniform weights in (-1, 1)
 
 const ModelShape kModel = plan::model_preset("llama-3.1-405b").shape;
 
-/// The first layers of the model.
+/// The first `layers` layers of the model.
 ModelShape model_of(std::int64_t layers) {
   ModelShape shape = kModel;
   shape.num_layers = layers;
   return shape;
 }
 
-/// What of the model is measured.
+/// The part of the model that is measured.
 struct Plan {
   std::int64_t layers = kLayers;
   std::int64_t batch = kBatch;
   std::int64_t context = kContext;
-  std::int64_t weight_sets = kLayers;  ///< Layers whose weights are there; the others use them in turn.
+  /// Layers that have weights of their own; the other layers reuse these in turn.
+  std::int64_t weight_sets = kLayers;
 
-  /// As many layers as fit at `context`, and if none does the longest context that one fits at.
+  /// As many layers as fit at `context`; if not even one fits, the longest context at which one does.
   static Plan of(int kvp, int tpa, std::int64_t batch, std::int64_t context, std::size_t budget);
-  /// So many layers of KVP ranks whatever fits, for what a step costs beside its bytes.
+  /// `layers` layers of KVP ranks regardless of what fits, to measure the cost of a step apart from its
+  /// bytes.
   static Plan of_layers(int kvp, std::int64_t layers, std::int64_t batch, std::int64_t context,
                         std::size_t budget);
 };
 
-/// Bytes that one rank reads of one layer in a step.
+/// Bytes that one rank reads in a step from one layer.
 struct LayerBytes {
   std::size_t qkv;
   std::size_t o;
@@ -156,23 +158,23 @@ class DecodeRank {
 
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers_.size()); }
 
-  /// Gives each sequence room for its next token, for which few steps need a page.
+  /// Gives each sequence room for its next token; this rarely needs a new page.
   void grow() { cache_.append(sequences_, one_each_, rank_->stream); }
 
-  /// As grow(), and the first sequence takes a page more on every rank, for which it queues the update of the
+  /// Like grow(), but the first sequence also gets a new page on every rank, which queues an update of the
   /// page table.
   void grow_by_page() { cache_.append(sequences_, with_page_, rank_->stream); }
 
-  /// To the first token after the context.
+  /// Goes back to the first token after the context.
   void rewind() {
     const std::vector<std::int64_t> positions(static_cast<std::size_t>(plan_.batch), plan_.context);
     batch_.set(offsets_, positions, slots_, rank_->stream);
   }
 
-  /// Ends with the positions of the next step.
+  /// Queues a step, including the positions of the next one.
   void queue_step() {
     const std::array<std::int64_t, 2> hidden{plan_.batch, kModel.hidden};
-    // By a kernel: copies in a graph make its launch slower.
+    // Copied by a kernel, because copies in a graph make its launch slower.
     rank_->backend.gather_rows(
         GatherRowsArgs<bf16>{{reinterpret_cast<const bf16*>(first_hidden_.data()), hidden},
                              reinterpret_cast<const std::int32_t*>(rows_.data()),
@@ -196,7 +198,7 @@ class DecodeRank {
                                              plan_.batch * kModel.hidden, DType::bf16, rank_->stream);
   }
 
-  /// Microseconds of cold reads as large as each of a layer's matrices and its KV.
+  /// Microseconds of cold reads that are as large as each matrix of a layer and its KV.
   double read_us() const {
     const auto us = [&](const std::byte* pool, std::size_t pool_bytes, std::size_t bytes) {
       return 1e6 * static_cast<double>(bytes) /
@@ -214,7 +216,7 @@ class DecodeRank {
     warm_up(weights_at_.data(), std::min(weights_at_.size_bytes(), std::size_t{8} << 30), rank_->stream);
   }
 
-  /// After the last step. Waits.
+  /// The hidden state after the last step. Waits.
   std::vector<bf16> hidden() const {
     rank_->backend.synchronize(rank_->stream);
     return on_host<bf16>(rank_->backend, hidden_.data(), plan_.batch * kModel.hidden);
@@ -256,7 +258,7 @@ class DecodeRank {
     layers_.push_back({norm, norm, attention, ffn});
   }
 
-  /// A page a sequence and rank in turn, so that those of one sequence do not lie side by side.
+  /// Sequences and ranks get pages in turn, so that the pages of one sequence are not adjacent.
   void fill_cache() {
     for (std::int64_t b = 0; b < plan_.batch; ++b) {
       sequences_.push_back(cache_.add());
@@ -307,16 +309,17 @@ class DecodeRank {
 
 /// How exchanges overlap attention.
 struct Overlap {
-  int slices = 1;            ///< 1: not at all; 0: chosen
-  int attention_blocks = 0;  ///< Blocks at most; 0: all that fit.
+  int slices = 1;            ///< 1: no overlap; 0: chosen automatically
+  int attention_blocks = 0;  ///< Maximum number of blocks; 0: all that fit.
 };
 
-/// What a step takes of a rank's thread, from the end of its wait for the step before.
+/// Time that a step takes on a rank's thread, counted from the end of its wait for the previous step.
 struct HostTimes {
-  double step_us = 0.0;    ///< one token more a sequence, and the launch
-  double growth_us = 0.0;  ///< a step for which a sequence gets a page
-  double launch_us = 0.0;  ///< The launch's part of that.
-  double bare_us = 0.0;  ///< a copy of 256 bytes and the launch of a graph of one kernel: CUDA's part of that
+  double step_us = 0.0;    ///< appending one token per sequence, and the launch
+  double growth_us = 0.0;  ///< the same for a step in which a sequence gets a page
+  double launch_us = 0.0;  ///< Part of step_us spent in the launch.
+  /// CUDA's part of the launch: a copy of 256 bytes and the launch of a graph of one kernel.
+  double bare_us = 0.0;
   double wall_us = 0.0;  ///< until the thread knows that the step has ended
 };
 
@@ -362,7 +365,7 @@ HostTimes measure_host(Rank<Comm>& rank, DecodeRank<Comm>& decode, const cuda::G
   return {median(step), median(growth), median(launch), median(bare), median(wall)};
 }
 
-/// What one rank measured.
+/// The measurements of one rank.
 struct StepTimes {
   double step_us = 0.0;
   HostTimes host;
@@ -455,7 +458,7 @@ void register_decode_layers(int num_gpus) {
   };
   cudaDeviceProp properties;
   HELIX_CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-  // Of weights and KV a GPU: the rest is for workspaces, NCCL and the spare pages.
+  // Budget for weights and KV per GPU; the rest is for workspaces, NCCL and the spare pages.
   const auto budget = std::min<std::size_t>(120'000'000'000, properties.totalGlobalMem / 100 * 85);
   const auto add_case = [&]<class Comm = cuda::NcclComm>(const Grid& grid, const Plan& plan,
                                                          const std::string& name, const Overlap& overlap) {
@@ -469,16 +472,16 @@ void register_decode_layers(int num_gpus) {
     if (grid.kvp * grid.tpa > num_gpus) continue;
     const Plan plan = Plan::of(grid.kvp, grid.tpa, kBatch, kContext, budget);
     add_case(grid, plan, "off", {.slices = 1});
-    if (grid.kvp * grid.tpa > 1)  // windows need no slices
+    if (grid.kvp * grid.tpa > 1)  // with windows there are no slices
       add_case.template operator()<cuda::PeerComm>(grid, plan, "off", {.slices = 1});
     if (grid.kvp == 1) continue;  // nothing to exchange
     add_case(grid, plan, "2", {.slices = 2});
     add_case(grid, plan, "auto", {.slices = 0});
-    // Room for the exchange: 16 blocks fewer than the two an SM that attention would hold.
+    // Leaves room for the exchange: 16 blocks fewer than the two per SM that attention would use.
     const int spare = 2 * properties.multiProcessorCount - 16;
     add_case(grid, plan, "auto/spare_blocks:16", {.slices = 0, .attention_blocks = spare});
     if (grid.tpa > 1) continue;
-    // Messages that take a while: short contexts of many sequences.
+    // Cases with long exchanges: short contexts of many sequences.
     for (const std::int64_t batch : {256, 1024}) {
       const Plan many = Plan::of(grid.kvp, grid.tpa, batch, 4194304 / batch, budget);
       add_case(grid, many, "off", {.slices = 1});
@@ -488,7 +491,7 @@ void register_decode_layers(int num_gpus) {
     }
   }
   if (num_gpus < 2) return;
-  for (const std::int64_t layers : {1, 8, 80}) {  // one short sequence: what the host does
+  for (const std::int64_t layers : {1, 8, 80}) {  // one short sequence, to measure the host
     const Plan plan = Plan::of_layers(2, layers, 1, 8192, budget);
     add_case.template operator()<cuda::PeerComm>(Grid{2, 1}, plan, "off", {.slices = 1});
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Data of the benchmarks on the calling thread's device, and back on the host to check results.
+// Creates benchmark data on the calling thread's device, and copies it back to the host to check results.
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,7 @@ inline cuda::Buffer random_bf16(std::int64_t elements, std::uint64_t seed) {
   return random_elements(DType::bf16, elements, seed);
 }
 
-/// `values` on `operators`' device. Waits.
+/// Copies `values` to the device of `operators`. Waits.
 template <class T, class Operators>
 cuda::Buffer on_device(const Operators& operators, const std::vector<T>& values) {
   cuda::Buffer buffer = operators.allocate(values.size() * sizeof(T));
@@ -41,7 +41,7 @@ cuda::Buffer on_device(const Operators& operators, const std::vector<T>& values)
   return buffer;
 }
 
-/// `count` elements at device address `data`. Waits for nothing but the copy: synchronize first.
+/// Copies `count` elements at device address `data` to the host. Waits only for the copy: synchronize first.
 template <class T, class Operators>
 std::vector<T> on_host(const Operators& operators, const void* data, std::int64_t count) {
   std::vector<T> values(static_cast<std::size_t>(count));
@@ -67,7 +67,7 @@ double to_double(T x) {
   return static_cast<double>(static_cast<float>(x));
 }
 
-/// What RMS norm makes of `sums` [rows, weight.size()].
+/// The RMS norm of `sums` [rows, weight.size()].
 inline std::vector<double> normed_rows(std::vector<double> sums, const std::vector<bf16>& weight,
                                        double epsilon) {
   const std::size_t width = weight.size();
@@ -80,7 +80,7 @@ inline std::vector<double> normed_rows(std::vector<double> sums, const std::vect
   return sums;
 }
 
-/// |got - expected| / |expected|, Euclidean; not a number if either is.
+/// got - expected| / |expected|, Euclidean; NaN if either holds one.
 template <class T, class U>
 double relative_error(const std::vector<T>& got, const std::vector<U>& expected) {
   double difference = 0.0;

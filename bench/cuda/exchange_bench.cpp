@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exchange of partial attention between GPUs and its combine, sent over NCCL and checked, in a graph of
-// ten. 128 heads of 128 a rank: 33 KB a token. Beside it the same with partials that must be packed first
-// ("packed_us"), and NCCL's all-to-all alone.
+// The exchange of partial attention between GPUs with its combine, over NCCL and checked, in a graph of ten.
+// 128 heads of 128 per rank: 33 KB per token. Also times partials that must be packed first ("packed_us"),
+// and NCCL's all-to-all alone.
 #include <exception>
 #include <string>
 #include <vector>

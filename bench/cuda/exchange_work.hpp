@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ExchangeWork: one rank's exchange of random partial attention and its combine, and the check of all ranks'.
+// ExchangeWork: one rank's exchange and combine of random partial attention, and the check of all ranks'
+// results.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +20,14 @@ namespace helix::bench {
 
 struct ExchangeShape {
   std::int64_t tokens;
-  std::int64_t heads;  ///< Heads that a rank attends with.
+  std::int64_t heads;  ///< Heads of a rank's attention.
   std::int64_t dim;
 
-  /// Outputs and log-sum-exps of a rank, its own slice included.
+  /// Bytes of outputs and log-sum-exps of a rank, including the slice that stays on the rank.
   std::int64_t bytes() const { return tokens * heads * (dim * 2 + 4); }
 };
 
-/// What a rank put in and got out, on the host.
+/// One rank's input and output, on the host.
 struct ExchangeResult {
   std::vector<bf16> out;       ///< [tokens, heads, dim]
   std::vector<float> lse;      ///< [tokens, heads]
@@ -36,7 +37,7 @@ struct ExchangeResult {
 template <class Comm>
 class ExchangeWork {
  public:
-  /// has_lines: KvpAllToAllSpec::has_lines.
+  /// `has_lines` is KvpAllToAllSpec::has_lines.
   ExchangeWork(Rank<Comm>& rank, const ExchangeShape& shape, bool has_lines = true)
       : rank_(&rank),
         shape_(shape),
@@ -55,7 +56,7 @@ class ExchangeWork {
     bare_ = cuda::Buffer(static_cast<std::size_t>(2 * kvp_ * messages().target.headers.message_bytes));
   }
 
-  /// [tokens, heads, dim] and [tokens, heads]: for an attention that writes its own.
+  /// [tokens, heads, dim] and [tokens, heads], for an attention kernel that writes to a buffer of its own.
   Partial<bf16> partial() const {
     return {{reinterpret_cast<bf16*>(out_.data()), {shape_.tokens, shape_.heads, shape_.dim}},
             {reinterpret_cast<float*>(lse_.data()), {shape_.tokens, shape_.heads}}};
@@ -63,38 +64,38 @@ class ExchangeWork {
 
   PartialTarget<bf16> target() const { return {partial().out, partial().lse}; }
 
-  /// Packing included: as for an attention that writes elsewhere.
+  /// Includes packing, for an attention kernel that writes elsewhere.
   void queue_with_packing() {
     const auto received = exchange_.exchange(partial(), positions(), rank_->stream);
     lse_combine(rank_->backend, LseCombineArgs<bf16>{received.out, received.lse, nullptr, combined(), {}},
                 rank_->stream);
   }
 
-  /// For an attention that writes into the messages.
+  /// For an attention kernel that writes directly into the messages.
   typename KvpAllToAll<RankBackend<Comm>>::Outgoing messages() const {
     return exchange_.outgoing({.tokens = shape_.tokens}, positions());
   }
 
   bool are_lines() const { return messages().target.lines.rows.out != nullptr; }
 
-  /// Fills the messages, as such an attention does.
+  /// Fills the messages as such an attention kernel does.
   void fill_messages() {
     const Partial<bf16> from = partial();
     const PartialTarget<bf16> to = messages().target;
     rank_->backend.pack_partial({.out = from.out, .lse = from.lse, .target = to}, rank_->stream);
   }
 
-  /// What follows it. Messages that are no lines stay, so that it can be repeated.
+  /// Queues the rest of the exchange. Messages with headers stay intact, so this can be repeated.
   void queue() { exchange_.exchange_and_combine(messages(), nullptr, combined(), rank_->stream); }
 
-  /// NCCL's all-to-all of messages of the same size alone.
+  /// NCCL's all-to-all alone, with messages of the same size.
   void queue_all_to_all() {
     const std::int64_t message = messages().target.headers.message_bytes;
     rank_->backend.comms().kvp->all_to_all(bare_.data(), bare_.data() + kvp_ * message, message,
                                            rank_->stream);
   }
 
-  /// Waits.
+  /// The inputs and outputs of this rank. Waits.
   ExchangeResult result() const {
     rank_->backend.synchronize(rank_->stream);
     const std::int64_t rows = shape_.tokens * shape_.heads;
@@ -118,23 +119,25 @@ class ExchangeWork {
   cuda::Buffer lse_;
   cuda::Buffer combined_;
   cuda::Buffer positions_;
-  cuda::Buffer bare_;  // messages of the all-to-all alone, sent and received
+  cuda::Buffer bare_;  // messages of NCCL's all-to-all alone, sent and received
 };
 
 struct ExchangeTimes {
-  double us = 0.0;         ///< Of exchange and combine behind an attention that has written the messages.
-  double pushed_us = 0.0;  ///< Behind a kernel that copies them there, it included.
+  /// Exchange and combine after attention has written the messages.
+  double us = 0.0;
+  double pushed_us = 0.0;  ///< The same including a kernel that copies the messages into place.
 };
 
-/// The same of messages with headers, and of what the backend takes for their size.
+/// The times with message headers, and with the protocol that the backend chooses for the size.
 struct TimesByProtocol {
   ExchangeTimes headers;
   ExchangeTimes taken;
-  std::vector<ExchangeResult> results;  ///< This rank's, of each protocol that was timed.
+  /// This rank's results, for each protocol that was timed.
+  std::vector<ExchangeResult> results;
 };
 
-/// Times of `per_graph` exchanges in a graph. Lines have to be written anew for each: what is left of them
-/// without the copy is what that takes less, by messages with headers. Collective.
+/// Times of `per_graph` exchanges in a graph. Lines must be written anew for each exchange. Their time
+/// without the copy is estimated by subtracting the time that the copy takes with headers. Collective.
 template <class Comm>
 TimesByProtocol time_exchanges(Rank<Comm>& rank, const ExchangeShape& shape, int per_graph) {
   const auto pushed_us = [&](ExchangeWork<Comm>& work) {
@@ -162,7 +165,7 @@ TimesByProtocol time_exchanges(Rank<Comm>& rank, const ExchangeShape& shape, int
 
 inline constexpr double kExchangeTolerance = 1.0 / 128;  ///< Two roundings to bf16.
 
-/// The largest difference between what the ranks of a KVP group combined and the merge of their partials in
+/// The largest difference between the combined results of a KVP group and the merge of its ranks' partials in
 /// double, relative to the largest value, over the first and the last token.
 inline double exchange_error(const std::vector<ExchangeResult>& ranks, const ExchangeShape& shape) {
   const std::int64_t part = shape.heads / static_cast<std::int64_t>(ranks.size());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Routed experts on one GPU, bf16, beside a read of the weights of those that are chosen.
+// Routed experts on one GPU in bf16, compared with a read of the weights of the chosen experts.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +21,7 @@ namespace {
 
 using Operators = cuda::Operators<bf16>;
 
-/// Experts of DeepSeek-V3's sizes on one rank of `ranks` that share them.
+/// The experts of one of `ranks` ranks that share experts of DeepSeek-V3's sizes.
 struct ExpertCase {
   std::int64_t tokens;
   std::int64_t ranks;
@@ -31,7 +31,7 @@ constexpr ExpertCase kExpertCases[] = {{1, 1},    {4, 1},    {8, 1},  {16, 1}, {
                                        {1024, 1}, {4096, 1}, {32, 8}, {64, 8}, {512, 8}, {4096, 8}};
 
 void bench_expert_ffn(benchmark::State& state, const ExpertCase& c) {
-  constexpr std::int64_t kExperts = 32;  // of the rank
+  constexpr std::int64_t kExperts = 32;  // experts of the rank
   constexpr std::int64_t kTopK = 8;
   constexpr std::int64_t kHidden = 7168;
   constexpr std::int64_t kFfn = 2048;

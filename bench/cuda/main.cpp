@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// helix-bench-cuda: Google Benchmark over cuda::Backend, with the cases that fit the GPUs of this machine.
-// Lists them without a GPU too.
+// helix-bench-cuda: Google Benchmark over cuda::Backend, with the cases that fit the GPUs of this machine. It
+// can list cases without a GPU too.
 #include <algorithm>
 #include <iostream>
 #include <string>
@@ -36,7 +36,7 @@ int main(int argc, char** argv) {
   helix::bench::register_experts();
   helix::bench::register_exchanges(num_gpus);
   helix::bench::register_peers(num_gpus);
-  if (num_gpus > 0) helix::bench::register_decode_layers(num_gpus);  // of a size that fits their memory
+  if (num_gpus > 0) helix::bench::register_decode_layers(num_gpus);  // sized by the GPUs' memory
   helix::bench::register_attention_scaling(num_gpus);
   benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an operator of bf16 is timed beside a read of as many bytes, and how its case is registered.
+// Times a bf16 operator next to a read of as many bytes, and registers its case.
 #pragma once
 
 #include <cstddef>
@@ -18,14 +18,14 @@
 
 namespace helix::bench {
 
-inline constexpr double kTolerance = 1e-2;  // of 16-bit results, Euclidean
+inline constexpr double kTolerance = 1e-2;  // relative error of 16-bit results, Euclidean
 
 inline std::vector<float> as_floats(const std::vector<bf16>& values) {
   return {values.begin(), values.end()};
 }
 
-/// Times `queue(place)` beside the read of `bytes` and fills in the counters. `error()` checks the result of
-/// one of these launches, or of one more.
+/// Times `queue(place)` next to a read of `bytes` and sets the counters. `error()` checks the result of one
+/// of these launches, or of an extra launch.
 inline void measure(benchmark::State& state, const cuda::Operators<bf16>& operators, double bytes,
                     int launches, const std::function<void(int, cuda::Stream)>& queue,
                     const std::function<double(cuda::Stream)>& error) {
@@ -51,7 +51,7 @@ inline void measure(benchmark::State& state, const cuda::Operators<bf16>& operat
   state.counters["error"] = worst;
 }
 
-/// Registers a case, whose exceptions end it alone.
+/// Registers a case. An exception ends only this case.
 template <class Body>
 void add(const std::string& name, Body body) {
   register_case(name, [body](benchmark::State& state) {

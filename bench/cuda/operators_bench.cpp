@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators of a decode step on one GPU, bf16, each launch at another place of 2 GB so that caches are cold,
-// beside reads of as many bytes each from as many places.
+// Operators of a decode step on one GPU in bf16. Each launch uses another place of 2 GB so that caches are
+// cold, and is compared with reads of as many bytes from as many places.
 //
-// "bytes" are those read and written once. Reads of a few hundred KB are bound by the launch: the ceiling of
-// such a case is what a kernel of that size takes at least, and an operator that reads may come below it.
+// "bytes" counts each byte read or written once. Reads of a few hundred KB are bound by the launch: the
+// ceiling of such a case is the minimum time of a kernel of that size, and an operator that also reads may
+// come below it.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -31,9 +32,9 @@ namespace {
 
 using Operators = cuda::Operators<bf16>;
 
-/// Whose vectors, heads and vocabulary the cases take.
+/// The model whose vector, head and vocabulary sizes the cases use.
 const ModelShape kModel = plan::model_preset("llama-3.1-405b").shape;
-/// The slices of one buffer that launches take in turn.
+/// Slices of one buffer that launches use in turn.
 class Places {
  public:
   Places(std::size_t bytes, int count, std::uint64_t seed)
@@ -73,7 +74,7 @@ void bench_linear(benchmark::State& state, std::int64_t rows, std::int64_t width
             stream);
       },
       [&](cuda::Stream stream) {
-        // The last launch, in exact f32 products.
+        // The reference repeats the last launch with exact f32 products.
         const cuda::Operators<float> exact;
         const cuda::Buffer exact_in =
             on_device(exact, as_floats(on_host<bf16>(operators, in.data(), rows * cols)));
@@ -143,7 +144,7 @@ void bench_lse_combine(benchmark::State& state, const CombineCase& c) {
   const Places out(static_cast<std::size_t>(rows * c.dim) * kBf16Bytes, launches, kSeed + 1);
   const std::size_t lse_bytes = place_stride(static_cast<std::size_t>(rows) * sizeof(float));
   const cuda::Buffer lse = operators.allocate(lse_bytes * static_cast<std::size_t>(launches));
-  // The same values at every place: pairs of random bf16 are no sensible f32.
+  // Every place holds the same values, because a pair of random bf16 is not a sensible f32.
   const std::size_t partial_lse_bytes =
       place_stride(static_cast<std::size_t>(c.ranks * rows) * sizeof(float));
   const cuda::Buffer partial_lse = operators.allocate(partial_lse_bytes * static_cast<std::size_t>(launches));
@@ -269,7 +270,7 @@ void bench_append_kv(benchmark::State& state, std::int64_t batch) {
   std::shuffle(table.begin(), table.end(), random);
   std::vector<std::int32_t> offsets(static_cast<std::size_t>(batch) + 1);
   std::iota(offsets.begin(), offsets.end(), 0);
-  // Each launch writes other tokens, as long as there are.
+  // Each launch writes other tokens, until there are no more.
   std::vector<std::int64_t> tokens(kContext);
   std::iota(tokens.begin(), tokens.end(), std::int64_t{0});
   std::shuffle(tokens.begin(), tokens.end(), random);

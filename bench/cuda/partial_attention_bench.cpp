@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// partial_attention on a GPU: out and log-sum-exp of decoding, of drafted tokens and of prefill, KV of
-// several types and head sizes in permuted pages, cold caches, in Helix's layouts and in a token-major one as
-// other engines keep it.
+// partial_attention on a GPU: out and log-sum-exp for decoding, draft tokens and prefill. KV has several
+// types and head sizes, in permuted pages and with cold caches, in Helix's layouts and in a token-major
+// layout as in other engines.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -23,26 +23,28 @@
 namespace helix::bench {
 namespace {
 
-/// How a pool of K and V lies.
+/// The memory layout of a pool of K and V.
 enum class Layout {
-  head_major,   ///< [page][K, V][head][token][D]: Helix's own.
-  token_major,  ///< [K, V][page][token][head][D]: vLLM's, in pages of one token SGLang's.
-  latent        ///< [page][token][D]: MLA.
+  head_major,  ///< [page][K, V][head][token][D]: Helix's own.
+  /// [K, V][page][token][head][D]: vLLM's layout; with pages of one token, SGLang's.
+  token_major,
+  latent  ///< [page][token][D]: MLA.
 };
 
 struct Case {
   std::int64_t query_heads = 64;
   std::int64_t kv_heads = 8;
   std::int64_t batch = 1;
-  std::int64_t tokens = 0;  ///< Length of each sequence, the query tokens included; ragged: at most.
+  /// Length of each sequence, including the query tokens; the maximum length if ragged.
+  std::int64_t tokens = 0;
   std::int64_t page_tokens = 64;
-  std::int64_t queries = 1;  ///< Query tokens a sequence, its last ones.
+  std::int64_t queries = 1;  ///< Query tokens per sequence, which are its last tokens.
   bool is_ragged = false;
   Layout layout = Layout::head_major;
   std::int64_t head_dim = 128;
   std::int64_t value_dim = head_dim;
   DType kv_dtype = DType::bf16;  ///< q and out are bf16, or f16 with KV of f16.
-  bool is_portable = false;      ///< By the kernels of every GPU.
+  bool is_portable = false;      ///< Whether to use the kernels that run on every GPU.
 
   std::string name() const {
     std::string name = "partial_attention/heads:" + std::to_string(query_heads) + ":" +
@@ -64,7 +66,7 @@ struct Case {
                ? latent_row_bytes(kv_dtype, head_dim, value_dim)
                : kv_heads * (head_dim + value_dim) * static_cast<std::int64_t>(size_bytes(kv_dtype));
   }
-  /// Whether products bound it, and not the memory: its rate is FLOP/s.
+  /// Whether the case is bound by products rather than memory, so that its rate is in FLOP/s.
   bool is_prefill() const { return queries > 64; }
 };
 
@@ -81,7 +83,7 @@ constexpr Case prefill(std::int64_t query_heads, std::int64_t chunk, std::int64_
   return {.query_heads = query_heads, .tokens = context + chunk, .queries = chunk, .head_dim = dim};
 }
 
-/// The same by the kernels of every GPU.
+/// The same case with the kernels that run on every GPU.
 constexpr Case portable(Case c) {
   c.is_portable = true;
   return c;
@@ -106,7 +108,7 @@ constexpr Case kCases[] = {
     {.batch = 64, .tokens = 8192},
     {.query_heads = 32, .batch = 8, .tokens = 131072},
     {.query_heads = 128, .batch = 8, .tokens = 131072},
-    // Of token-major pages.
+    // Token-major pages.
     {.batch = 64, .tokens = 131072, .layout = kTokenMajor},
     {.batch = 64, .tokens = 131072, .page_tokens = 16, .layout = kTokenMajor},
     {.batch = 8, .tokens = 131072, .layout = kTokenMajor},
@@ -119,7 +121,7 @@ constexpr Case kCases[] = {
     {.tokens = 8192, .layout = kTokenMajor},
     {.tokens = 8192, .page_tokens = 16, .layout = kTokenMajor},
     {.tokens = 8192, .page_tokens = 1, .layout = kTokenMajor},
-    // Of other types and head sizes.
+    // Other types and head sizes.
     {.batch = 64, .tokens = 131072, .kv_dtype = kFp8},
     {.batch = 8, .tokens = 131072, .kv_dtype = kFp8},
     {.tokens = 1048576, .kv_dtype = kFp8},
@@ -141,7 +143,7 @@ constexpr Case kCases[] = {
     {.batch = 8, .tokens = 65536, .head_dim = 112},
     {.batch = 8, .tokens = 65536, .head_dim = 256},
     {.batch = 8, .tokens = 65536, .head_dim = 192, .value_dim = 128},
-    // MLA, beside those of kLatentCases.
+    // More MLA cases, besides those of kLatentCases.
     mla({.query_heads = 128, .tokens = 1048576}),
     mla({.query_heads = 128, .batch = 64, .tokens = 131072, .is_ragged = true}),
     mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kFp8}),
@@ -156,7 +158,7 @@ constexpr Case kCases[] = {
     mla({.query_heads = 16, .batch = 64, .tokens = 512}),
     mla({.query_heads = 16, .batch = 1, .tokens = 2048}),
     mla({.query_heads = 16, .batch = 8, .tokens = 2048}),
-    // Drafted tokens.
+    // Draft tokens.
     {.batch = 1, .tokens = 8192, .queries = 4},
     {.batch = 8, .tokens = 8192, .queries = 4},
     {.batch = 8, .tokens = 131072, .queries = 4},
@@ -181,7 +183,7 @@ constexpr Case kCases[] = {
     {.query_heads = 16, .kv_heads = 16, .tokens = 32768, .queries = 4096, .head_dim = 192, .value_dim = 128},
     {.query_heads = 32, .kv_heads = 32, .tokens = 32768, .queries = 4096, .head_dim = 96},
     {.query_heads = 16, .kv_heads = 8, .tokens = 32768, .queries = 4096, .head_dim = 256},
-    // By the kernels of every GPU.
+    // Kernels that run on every GPU.
     portable({.batch = 64, .tokens = 8192}),
     portable({.batch = 8, .tokens = 131072}),
     portable({.tokens = 131072}),
@@ -204,7 +206,7 @@ constexpr Case kCases[] = {
     portable(mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kFp8})),
 };
 
-/// MLA over latents of bf16 by query heads, sequences, lengths and query tokens.
+/// MLA over bf16 latents, for several numbers of query heads, sequences, lengths and query tokens.
 constexpr std::array<Case, 36> latent_cases() {
   std::array<Case, 36> cases{};
   std::size_t next = 0;
@@ -219,7 +221,8 @@ constexpr std::array<Case, 36> latent_cases() {
 
 constexpr auto kLatentCases = latent_cases();
 
-constexpr std::size_t kColdBytes = std::size_t{2} << 30;  ///< of the pool, whose parts launches read in turn
+/// Size of the pool, whose parts launches read in turn.
+constexpr std::size_t kColdBytes = std::size_t{2} << 30;
 
 KvFormat format_of(const Case& c) {
   switch (c.layout) {
@@ -233,13 +236,13 @@ KvFormat format_of(const Case& c) {
   return {};
 }
 
-/// Elements of a page, V's included where it has a pool of its own.
+/// Elements of a page, including V's even if V has a pool of its own.
 std::int64_t page_elements(const Case& c) {
   const KvFormat format = format_of(c);
   return c.layout == Layout::token_major ? format.k.page + format.v.page : format.page_elements();
 }
 
-/// Random K and V. Rows that bring scales are those of DType::fp8_ds_mla.
+/// Random K and V. Rows that contain scales are those of DType::fp8_ds_mla.
 cuda::Buffer random_pool(const Case& c, std::int64_t pages, std::mt19937::result_type seed) {
   if (c.kv_dtype != DType::fp8_ds_mla) return random_elements(c.kv_dtype, pages * page_elements(c), seed);
   const std::int64_t rows = pages * c.page_tokens;
@@ -272,8 +275,8 @@ std::int64_t pages_of(const Case& c, const std::vector<std::int64_t>& lengths) {
   return pages;
 }
 
-/// One case on the device: queries, a pool of several batches of sequences that take turns, so that none
-/// finds its KV in the L2 cache, and its page table. T: the type of q and out.
+/// One case on the device: queries, a page table, and a pool for several batches of sequences that take
+/// turns, so that none finds its KV in the L2 cache. T is the type of q and out.
 template <class T>
 class Workload {
  public:
@@ -313,12 +316,12 @@ class Workload {
   const cuda::Buffer& out() const { return out_; }
   const cuda::Buffer& lse() const { return lse_; }
   std::int64_t turns() const { return turns_; }
-  /// Rows of q, of all turns alike: query tokens times query heads.
+  /// Rows of q, equal in all turns: query tokens times query heads.
   std::int64_t rows() const { return tokens_ * case_.query_heads; }
   std::int64_t out_elements() const { return rows() * case_.value_dim; }
   /// Bytes of K and V that one launch reads.
   double kv_bytes() const { return static_cast<double>(kv_bytes_); }
-  /// Floating-point operations of both products over the visible pairs of query and token.
+  /// Floating-point operations of both products, over the visible pairs of query token and cached token.
   double flops() const {
     return 2.0 * visible_pairs_ * static_cast<double>(case_.query_heads * (case_.head_dim + case_.value_dim));
   }
@@ -347,7 +350,7 @@ class Workload {
  private:
   std::int64_t max_pages() const { return (case_.tokens + case_.page_tokens - 1) / case_.page_tokens; }
 
-  /// Of K, then of V: what an e4m3 cache is scaled by.
+  /// Scales of an e4m3 cache: of K, then of V.
   std::vector<float> scales(std::mt19937& random) const {
     std::uniform_real_distribution<float> uniform(0.5f, 1.5f);
     std::vector<float> values(static_cast<std::size_t>(2 * case_.kv_heads));
@@ -378,15 +381,15 @@ class Workload {
   std::int64_t turns_;
   std::int64_t pages_;
   std::int64_t tokens_ = 0;
-  double visible_pairs_ = 0.0;  // of a query token and a token, each head's alike
+  double visible_pairs_ = 0.0;  // pairs of a query token and a visible token, per head
   std::vector<std::int32_t> offsets_{0};
   cuda::Buffer pool_, table_at_, scales_at_, slots_at_, offsets_at_, positions_at_, q_, workspace_, out_,
       lse_;
 };
 
-/// How far a result is from a sum in double precision over the same cache.
+/// Error of a result, compared with sums in double precision over the same cache.
 struct Errors {
-  double out;  ///< Relative, Euclidean, of all rows that were compared.
+  double out;  ///< Relative, Euclidean, over all compared rows.
   double lse;  ///< The largest difference.
 };
 
@@ -399,7 +402,7 @@ std::vector<std::int64_t> compared_rows(std::int64_t rows, std::mt19937& random)
   return compared;
 }
 
-/// Errors of what the first turn leaves in out and lse, of which every element must be written.
+/// Errors of the first turn's out and lse. Every element of them must have been written.
 template <class T>
 Errors errors_of(const Workload<T>& work, const Case& c, cuda::Stream stream, std::mt19937& random) {
   const cuda::Operators<T>& operators = work.operators();
@@ -438,8 +441,8 @@ Errors errors_of(const Workload<T>& work, const Case& c, cuda::Stream stream, st
   return errors;
 }
 
-/// Launches in a graph and its replays: a quarter of a second in all, as far as that goes, and enough for a
-/// replay to find caches cold.
+/// Number of launches in a graph and of its replays: a quarter of a second in total if possible, and enough
+/// launches that a replay finds cold caches.
 struct Repeats {
   int launches;
   int replays;
@@ -458,7 +461,7 @@ Repeats repeats_of(const Workload<T>& work, cuda::Stream stream) {
 
 template <class T>
 void bench_partial_attention(benchmark::State& state, const Case& c) {
-  std::mt19937 random(kSeed);  // also of the lengths of ragged batches: alike in all runs
+  std::mt19937 random(kSeed);  // also for the lengths of ragged batches: equal in all runs
   const Workload<T> work(c, random);
   const cuda::Stream stream = work.operators().create_stream();
   ReadRates read;

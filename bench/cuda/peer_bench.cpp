@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks do through each other's memory, in a graph of ten: the exchange of partials and its combine
-// ("pushed_us": with a kernel that writes them; "us": without what that kernel takes, so as behind attention;
-// "headers_..." the same of messages with headers where others travel as lines), and the all-reduce with
-// residual and norm. Beside them the same over NCCL, where each rank has a GPU. On one GPU two ranks share
-// it, which shows that it works, not how fast a link is.
+// What ranks do through each other's memory, in a graph of ten: the exchange of partials with its combine,
+// and the all-reduce with residual and norm. "pushed_us" includes a kernel that writes the partials into the
+// messages; "us" is without the time of that kernel, as after attention; "headers_..." use messages with
+// headers where others travel as lines. The same is timed over NCCL if each rank has a GPU. On one GPU two
+// ranks share it, which shows that it works, not how fast a link is.
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -36,7 +36,8 @@ void expect_right(const char* what, double error, double tolerance) {
                 ", more than ", tolerance);
 }
 
-/// Rank 0's times. @throws Error if what some rank got is not the merge of all ranks' partials.
+/// Returns rank 0's times.
+/// @throws Error if the result of any rank is not the merge of all ranks' partials.
 template <class Comm>
 TimesByProtocol time_exchanges(int size, int num_gpus, std::int64_t tokens) {
   const ExchangeShape shape{tokens, kHeads, kDim};
@@ -52,13 +53,13 @@ TimesByProtocol time_exchanges(int size, int num_gpus, std::int64_t tokens) {
   return times[0];
 }
 
-/// What a rank put into reduce_norm and got out, on the host.
+/// One rank's input and output of reduce_norm, on the host.
 struct NormResult {
   std::vector<bf16> partial;
   std::vector<bf16> out;
 };
 
-/// The largest error of the ranks' results beside sums in double.
+/// The largest error of the ranks' results, compared with sums in double.
 double reduce_norm_error(const std::vector<NormResult>& ranks, const std::vector<bf16>& residual,
                          const std::vector<bf16>& weight, double epsilon) {
   std::vector<double> sums;
@@ -72,7 +73,8 @@ double reduce_norm_error(const std::vector<NormResult>& ranks, const std::vector
   return worst;
 }
 
-/// Rank 0's time of one, in microseconds. @throws Error if some rank's result is wrong.
+/// Returns rank 0's time of one reduce_norm, in microseconds.
+/// @throws Error if the result of any rank is wrong.
 template <class Comm>
 double time_reduce_norm(int size, int num_gpus, std::int64_t rows, std::int64_t width) {
   constexpr double kTolerance = 1e-2;  // Euclidean
@@ -102,7 +104,8 @@ double time_reduce_norm(int size, int num_gpus, std::int64_t rows, std::int64_t 
     result.partial = values_of(partial);
     const std::vector<bf16> residual_before = values_of(residual);
     const double rank_us = time_together(rank, kPerGraph, queue);
-    // Each call adds to the residual, and over NCCL to the partials: one more with what was there at first.
+    // Each call adds to the residual, and over NCCL to the partials: restore the inputs and make one more
+    // call.
     rank.backend.upload(partial.data(), result.partial.data(), partial.size_bytes(), rank.stream);
     rank.backend.upload(residual.data(), residual_before.data(), residual.size_bytes(), rank.stream);
     queue();
@@ -132,7 +135,7 @@ void run_case(benchmark::State& state, const Measure& measure) {
   state.counters["us"] = us;
 }
 
-/// Cases of `size` ranks, which share a GPU where there are fewer than that.
+/// Registers cases of `size` ranks, which share a GPU if there are fewer GPUs than ranks.
 void register_group(int size, int num_gpus) {
   const int gpus = num_gpus >= size ? size : 1;
   const std::string where = gpus == size ? "" : "/one_gpu";

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks as threads of this process, over NCCL or over each other's memory, and how they time what they do
-// together.
+// Ranks as threads of this process, over NCCL or over each other's memory, and how they time collective work.
 #pragma once
 
 #include <algorithm>
@@ -25,17 +24,17 @@
 
 namespace helix::bench {
 
-/// Backends of a rank whose collectives go over Comm: cuda::NcclComm or cuda::PeerComm.
+/// The backend of a rank whose collectives use Comm: cuda::NcclComm or cuda::PeerComm.
 template <class Comm>
 using RankBackend = cuda::Backend<Comm, bf16>;
 
-/// What a case's name ends with.
+/// The suffix of a case's name.
 template <class Comm>
 std::string over() {
   return std::same_as<Comm, cuda::PeerComm> ? "/windows" : "";
 }
 
-/// Where the threads of all ranks meet. A rank that fails lets the others go, with an Error.
+/// A barrier for the threads of all ranks. If a rank fails, the waits of the others end with an Error.
 class MeetingPoint {
  public:
   explicit MeetingPoint(int size) : size_(size) {}
@@ -86,8 +85,9 @@ std::vector<Comm> make_group(const std::vector<int>& devices) {
   }
 }
 
-/// Calls body(Rank<Comm>&) for each of the kvp * tpa ranks of a stage on a thread of its own, rank r on GPU
-/// r of `num_gpus`, which they share where they are more. @throws the failure of the rank that failed first.
+/// Calls body(Rank<Comm>&) for each of the kvp * tpa ranks of a stage on a thread of its own. Rank r uses GPU
+/// r of `num_gpus`; ranks share GPUs if there are more ranks.
+/// @throws the failure of the rank that failed first.
 template <class Comm, class Body>
 void run_ranks(int kvp, int tpa, int num_gpus, const Body& body) {
   const int size = kvp * tpa;
@@ -106,7 +106,7 @@ void run_ranks(int kvp, int tpa, int num_gpus, const Body& body) {
       RankBackend<Comm> backend(stage, std::move(group), device);
       Rank<Comm> rank{backend, backend.create_stream(), meeting};
       body(rank);
-      meeting.arrive_and_wait();  // nothing is freed while another rank still works
+      meeting.arrive_and_wait();  // no rank frees memory while another still works
     } catch (const std::exception& error) {
       {
         const std::lock_guard lock(mutex);
@@ -120,7 +120,7 @@ void run_ranks(int kvp, int tpa, int num_gpus, const Body& body) {
     std::vector<std::jthread> threads;
     try {
       for (int r = 1; r < size; ++r) threads.emplace_back(run_rank, r);
-    } catch (const std::exception& error) {  // those that have started wait for the others
+    } catch (const std::exception& error) {  // threads that have started wait for the others
       meeting.fail();
       comms.front().abort(error.what());
       throw;
@@ -130,8 +130,8 @@ void run_ranks(int kvp, int tpa, int num_gpus, const Body& body) {
   if (first_failure) std::rethrow_exception(first_failure);
 }
 
-/// Microseconds of each of `replays` replays, one behind the other, of a graph that all ranks replay, after
-/// two that do not count. `before` queues what comes ahead of each replay and is timed with it. Collective.
+/// Microseconds of each of `replays` consecutive replays of a graph that all ranks replay, after two untimed
+/// replays. `before` queues work ahead of each replay and is timed with it. Collective.
 template <class Comm>
 std::vector<double> time_replays(
     Rank<Comm>& rank, const cuda::Graph& graph, int replays, const std::function<void()>& before = [] {}) {
@@ -152,7 +152,7 @@ std::vector<double> time_replays(
   return times;
 }
 
-/// A graph of `per_graph` queues, once all ranks have connected. Collective.
+/// A graph of `per_graph` calls of `queue`, captured after all ranks have connected. Collective.
 template <class Comm>
 cuda::Graph capture_together(Rank<Comm>& rank, int per_graph, const std::function<void()>& queue) {
   for (int i = 0; i < 3; ++i) queue();  // ranks connect at first use
@@ -163,16 +163,16 @@ cuda::Graph capture_together(Rank<Comm>& rank, int per_graph, const std::functio
   });
 }
 
-/// Microseconds of one `queue()`, of which each rank's graph holds `per_graph`; median over 50 replays on
-/// this rank's clock. Collective.
+/// Microseconds of one `queue()`. Each rank's graph holds `per_graph` of them; the result is the median over
+/// 50 replays on this rank's clock. Collective.
 template <class Comm>
 double time_together(Rank<Comm>& rank, int per_graph, const std::function<void()>& queue) {
   const auto graph = capture_together(rank, per_graph, queue);
   return median(time_replays(rank, graph, 50)) / per_graph;
 }
 
-/// The same of several, which take turns: GPUs that work hard slow down, so that what is timed later takes
-/// longer.
+/// Like time_together(), for several queues that take turns: GPUs that work hard slow down, so work that is
+/// timed later would seem slower.
 template <class Comm>
 std::vector<double> time_in_turn(Rank<Comm>& rank, const std::vector<std::function<void()>>& queues) {
   constexpr int kRounds = 5;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How GPU work is timed: graphs of several launches between two events, beside the read ceiling of the same
-// run, which is the better of reading by loads and by bulk copies.
+// Times GPU work: graphs of several launches between two events, next to the read ceiling of the same run,
+// which is the faster of reads by loads and reads by bulk copies.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace helix::bench {
 
-/// A case that is run once and says itself what time it took.
+/// A case that runs once and reports its own time.
 template <class Body>
 void register_case(const std::string& name, const Body& body) {
   benchmark::RegisterBenchmark(name.c_str(), body)
@@ -34,11 +34,11 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-/// Microseconds of one `queue(i)`, i = 0, 1, ..., launches - 1, of which one graph holds all; median over
-/// `repeats` replays.
+/// Microseconds of one `queue(i)`. One graph holds the calls for i = 0, 1, ..., launches - 1; the result is
+/// the median over `repeats` replays.
 inline double time_launches(cuda::Stream stream, int launches, int repeats,
                             const std::function<void(int)>& queue) {
-  queue(0);  // plans and lazy loading
+  queue(0);  // loads kernels and plans products
   const auto graph = cuda::Graph::capture(stream, [&] {
     for (int i = 0; i < launches; ++i) queue(i);
   });
@@ -55,7 +55,7 @@ inline double time_launches(cuda::Stream stream, int launches, int repeats,
   return median(times);
 }
 
-/// Keeps the device busy for a third of a second: clocks rise with use.
+/// Keeps the device busy for a third of a second, because clocks rise under load.
 inline void warm_up(const void* data, std::size_t bytes, cuda::Stream stream) {
   const cuda::Buffer sink(256);
   const auto start = std::chrono::steady_clock::now();
@@ -65,12 +65,13 @@ inline void warm_up(const void* data, std::size_t bytes, cuda::Stream stream) {
   }
 }
 
-/// What the memory gives to kernels that only read, bytes a second.
+/// Bytes per second that the memory delivers to kernels that only read.
 struct ReadRates {
   double loads = 0.0;  ///< By a grid-stride loop of 16-byte loads.
-  double bulk = 0.0;   ///< By bulk copies, with one or two blocks an SM; 0 where the GPU has none.
+  /// Bulk copies with one or two blocks per SM; 0 if the GPU has none.
+  double bulk = 0.0;
 
-  /// The ceiling.
+  /// The read ceiling.
   double best() const { return std::max(loads, bulk); }
 };
 
@@ -94,21 +95,21 @@ inline ReadRates measure_reads(std::size_t bytes, int launches, cuda::Stream str
   return rates;
 }
 
-/// Rates of reading `bytes` at `data`, more than the caches hold.
+/// Rates of reading `bytes` at `data`, which must exceed the caches.
 inline ReadRates measure_read(const void* data, std::size_t bytes, cuda::Stream stream) {
   return measure_reads(bytes, 1, stream, [&](int) { return data; });
 }
 
-/// Tells what the reads beside a case gave: read_bytes/s is its ceiling.
+/// Reports the reads of a case; read_bytes/s is its ceiling.
 inline void report_reads(benchmark::State& state, const ReadRates& rates) {
   state.counters["read_bytes/s"] = rates.best();
   state.counters["loads_read_bytes/s"] = rates.loads;
   state.counters["bulk_read_bytes/s"] = rates.bulk;
 }
 
-/// How many launches of `bytes` each, all at different places, leave nothing of one replay in the L2 cache
-/// for the next: 256 MB in all at least and up to 2 GB, as far as 4096 nodes of a graph go (of 33 KB each
-/// these are still twice the cache).
+/// Number of launches of `bytes` each, all at different places, after which the L2 cache holds nothing of the
+/// previous replay: at least 256 MB in total and up to 2 GB, limited to 4096 nodes of a graph (with 33 KB
+/// each these are still twice the cache).
 inline int cold_launches(std::size_t bytes) {
   constexpr std::size_t kMinBytes = std::size_t{256} << 20;
   constexpr std::size_t kMaxBytes = std::size_t{2} << 30;
@@ -116,13 +117,13 @@ inline int cold_launches(std::size_t bytes) {
   return static_cast<int>(std::clamp<std::size_t>(kMaxBytes / bytes, 2, most));
 }
 
-/// Bytes between two places of `bytes` each, aligned to 256.
+/// Distance between two places of `bytes` each, aligned to 256.
 inline std::size_t place_stride(std::size_t bytes) {
   return (bytes + 255) / 256 * 256;
 }
 
-/// Rates of reads of `bytes` each, at as many places of the `pool_bytes` at `pool` in turn as there are or as
-/// keep caches cold: what the memory gives to an operation of that size.
+/// Rates of reads of `bytes` each that visit places of the `pool_bytes` at `pool` in turn: all places, or as
+/// many as keep caches cold. This is what the memory delivers to an operation of that size.
 inline ReadRates measure_cold_read(const void* pool, std::size_t pool_bytes, std::size_t bytes,
                                    cuda::Stream stream) {
   const std::size_t stride = place_stride(bytes);

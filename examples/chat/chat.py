@@ -152,7 +152,7 @@ def complain(words: str) -> None:
 def converse(chat: Chat, decoder: Decoder) -> None:
     """Reads what the person at the terminal says until Ctrl-D."""
     try:
-        import readline  # noqa: F401  lines can be edited and recalled
+        import readline  # noqa: F401  lets the user edit and recall lines
     except ImportError:
         pass
     while True:
@@ -179,9 +179,9 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     options = parse_arguments(arguments)
     is_conversation = not options.text and sys.stdin.isatty()
-    sys.stdout.reconfigure(errors="replace")  # an answer may have what the locale has no letters for
+    sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the locale cannot encode
     if not options.text:
-        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments come; TextModel refuses what is not UTF-8
+        sys.stdin.reconfigure(errors="surrogateescape")  # as for arguments; TextModel refuses what is not UTF-8
     try:
         # The decoder loads the weights while the tokenizer is read.
         with Decoder([options.decoder, "--model", str(options.model), *options.decode_options]) as decoder:

@@ -27,7 +27,7 @@ class Decoder:
     def __init__(self, command: Sequence[str]) -> None:
         self._said = tempfile.TemporaryFile()
         try:
-            # A session of its own: Ctrl-C is for an answer, not for the decoder.
+            # The decoder gets a session of its own, because Ctrl-C must stop an answer and not the decoder.
             self._process = subprocess.Popen(
                 [*command, "--serve"],
                 stdin=subprocess.PIPE,
@@ -103,7 +103,7 @@ class Decoder:
         try:
             self._process.stdin.close()
         except OSError:
-            pass  # it is gone
+            pass  # the process is gone
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ from text import TextError, TextModel
 
 PROMPTS = ("helix:", "attention: the", "river: a")
 MAX_TOKENS = 32
-# f32, so that every topology draws the same tokens.
+# f32, so that every topology generates the same tokens.
 EXACT = ("--activation", "f32", "--kv-dtype", "f32", "--context", "1K", "--max-sequences", "4")
 RUNS = (
     ("llama-wordnet", ((), ("--kvp", "2", "--tpa", "2"))),

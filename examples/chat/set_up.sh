@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes the Python environment of text in folder $1 with what requirements.txt names, unless it is there. Says why if it cannot.
+# Creates in folder $1 the Python environment that text needs, with the packages of requirements.txt, unless
+# it exists. Reports why if that fails.
 set -euo pipefail
 
 requirements="$(dirname "${BASH_SOURCE[0]}")/requirements.txt"
 target="$1"
 is_there() { cmp -s "$requirements" "$target/requirements.txt"; }
 if is_there; then exit 0; fi
-# One at a time: who waited finds what the other made.
+# One process at a time: the others wait and then find the finished environment.
 mkdir -p "$(dirname "$target")"
 exec {lock}>"$target.lock"
 flock "$lock"

@@ -17,19 +17,21 @@ try:
     import ctypes
 
     _prctl = ctypes.CDLL(None).prctl
-except ImportError:  # a Python that was built without libffi
+except ImportError:  # a Python built without libffi
     _prctl = None
 
 if TYPE_CHECKING:
     import jinja2
 
 _MAX_SECONDS = 10.0  # a conversation of a million tokens takes less than one
-_MAX_MEMORY_MIB = 1024  # beside what the program has already
-_MAX_ADDED_BYTES = 4_000_000  # to the conversation: a million tokens, for which the tokenizer takes 1 GB and seconds
+_MAX_MEMORY_MIB = 1024  # in addition to what the program already uses
+# Limit on text added to the conversation: a million tokens, for which the tokenizer takes 1 GB and seconds.
+_MAX_ADDED_BYTES = 4_000_000
 _MAX_ERROR_CHARACTERS = 1000
-_PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
+_PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 _REMEDY = "correct it, or leave it out with --raw"
-# How a rendering ends: with a byte that UTF-8 does not have, so that a part is not taken for the whole.
+# The last byte of an output tells how the rendering ended. UTF-8 never has these bytes, so a partial output
+# is not taken for a whole one.
 _TEXT, _ERROR, _NO_MEMORY = b"\xff", b"\xfe", b"\xfd"
 
 
@@ -44,7 +46,7 @@ class _Refusal(Exception):
 def render(template: str, names: dict) -> str:
     """The text that `template` makes of `names`."""
     try:
-        environment = _environment()  # here: a process would have to make it each time
+        environment = _environment()  # made here, because each process would have to make it anew
     except ImportError as error:
         raise TemplateError(f"cannot be rendered: {error}") from None
     deadline = time.monotonic() + _MAX_SECONDS
@@ -75,7 +77,7 @@ def _num_bytes(messages: list[dict]) -> int:
 @functools.cache
 def _environment() -> "jinja2.Environment":
     """What chat templates are written for: Jinja with the names, the filter and the tag that transformers adds."""
-    import jinja2  # a prompt as it is does without
+    import jinja2  # not needed for prompts without a template
     import jinja2.ext
     import jinja2.sandbox
 
@@ -100,7 +102,7 @@ def _environment() -> "jinja2.Environment":
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.from_string("").render()  # has Jinja make what it keeps
+    environment.from_string("").render()  # makes Jinja create what it caches
     return environment
 
 
@@ -108,14 +110,14 @@ def _outcome(environment: "jinja2.Environment", template: str, names: dict) -> t
     """What to say of a rendering within limits, and the byte that ends it."""
     try:
         _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_CPU, math.ceil(_MAX_SECONDS) + 1)  # for when nobody waits any more
+        _limit(resource.RLIMIT_CPU, math.ceil(_MAX_SECONDS) + 1)  # ends the process when nobody waits for it any more
         _limit(resource.RLIMIT_AS, _address_space() + (_MAX_MEMORY_MIB << 20))
         return environment.from_string(template).render(names).encode(errors="surrogatepass"), _TEXT
     except MemoryError:
         raise
     except _Refusal as refusal:
         words = f"says: {refusal}"
-    except Exception as error:  # whatever the template's own expressions raise
+    except Exception as error:  # anything that the template's expressions raise
         words = f"cannot be rendered: {str(error) or type(error).__name__}"
     if len(words) > _MAX_ERROR_CHARACTERS:
         words = f"{words[:_MAX_ERROR_CHARACTERS]} ..."
@@ -150,14 +152,14 @@ def _do_apart(work: Callable[[BinaryIO], None], attend: Callable[[BinaryIO], byt
     parent = os.getpid()
     reading, writing = os.pipe()
     with open(reading, "rb", buffering=0) as reader, open(writing, "wb", buffering=0) as writer:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until there is somebody to end the process
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until this process can end the child
         try:
             child = os.fork()
         except OSError:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             raise
         if child == 0:
-            reader.close()  # so that writing ends with that of the parent
+            reader.close()  # so that writing fails once the parent has closed its end
             _work(work, writer, parent, mask)
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -216,7 +218,7 @@ def _end(child: int) -> int:
     try:
         os.kill(child, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    except (ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored, an ended process leaves nothing
+    except (ProcessLookupError, ChildProcessError):  # if SIGCHLD is ignored, an ended process leaves nothing
         return 0
 
 

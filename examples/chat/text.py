@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from template import TemplateError, render
 from tokenizers import Tokenizer
 
-_MAX_FILE_BYTES = 16_000_000  # as helix-decode reads of a config.json
+_MAX_FILE_BYTES = 16_000_000  # the limit of helix-decode for a config.json
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -27,7 +27,7 @@ class TextModel:
         _refuse_lfs_pointer(file)
         with _errors_of_tokenizers(str(file)):
             self._tokenizer = Tokenizer.from_file(str(file))
-        # Of the training, as a file may have kept them; a prompt is whole.
+        # The file may still have the truncation used in training, but a prompt must stay whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = _read_json(checkpoint / "tokenizer_config.json")
@@ -53,7 +53,7 @@ class TextModel:
             if bos is None:
                 raise TextError(f"tokenizer_config.json: add_bos_token is true, but bos_token {token!r} is no token")
             return ids if ids[:1] == [bos] else [bos, *ids]
-        # One that the text itself begins with stays.
+        # A token that the text itself begins with must stay.
         is_added = bos is not None and ids[:1] == [bos] and ids[1:] == self._ids(text, add_special_tokens=False)
         return ids[1:] if is_added else ids
 
@@ -116,7 +116,7 @@ class TextModel:
             return file, _read_text(file)
         file = checkpoint / "tokenizer_config.json"
         template = self._config.get("chat_template")
-        if isinstance(template, list):  # several by name
+        if isinstance(template, list):  # several templates, by name
             named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
             template = named[0].get("template") if named else None
         if template is not None and not isinstance(template, str):
@@ -135,7 +135,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = not keep_special
-        self._ids: list[int] = []  # of the part told last, beside which the next ones are decoded, and what came since
+        # Ids of the part told last, which the next ids are decoded with, and ids that came since.
+        self._ids: list[int] = []
         self._num_told = 0
 
     def add(self, token: int) -> str:
@@ -156,7 +157,7 @@ class TextStream:
     def _untold(self) -> str:
         told = self._decode(self._ids[: self._num_told])
         text = self._decode(self._ids)
-        # An invalid byte makes the byte tokens before it invalid too.
+        # An invalid byte makes the preceding byte tokens invalid too.
         return text[len(told) :] if text.startswith(told) else self._decode(self._ids[self._num_told :])
 
     def _decode(self, ids: list[int]) -> str:
@@ -170,7 +171,7 @@ def _errors_of_tokenizers(where: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of its Rust code is no Exception
+    except BaseException as error:  # a panic of its Rust code is not an Exception
         raise TextError(f"{where}: {error}") from None
 
 

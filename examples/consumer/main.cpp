@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The smallest program over an installed helix: a few steps of one transformer layer on one rank, random
-// weights.
+// The smallest program that uses an installed helix: a few steps of one transformer layer with random
+// weights, on one rank.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kHidden = 64, kFfn = 128, kHeads = 4, kKvHeads = 2, kHeadDim = 16, kSteps = 40;
 
-/// Owns what a WeightView borrows.
+/// Owns the memory that WeightViews borrow.
 class RandomWeights {
  public:
   helix::WeightView matrix(std::int64_t rows, std::int64_t cols) {
@@ -36,7 +36,7 @@ class RandomWeights {
   }
 
   std::mt19937 generator_{1};
-  std::vector<std::vector<float>> matrices_;  // moving an inner vector keeps its data where it is
+  std::vector<std::vector<float>> matrices_;  // data stays in place when the outer vector grows
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// JSON of Google Benchmark as helix-bench-cuda writes it.
+// Parses the Google Benchmark JSON that helix-bench-cuda writes.
 #include "bench_results.hpp"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 
 using nlohmann::json;
 
-/// Without what the harness appends.
+/// The name without the suffixes that the harness appends.
 std::string case_name(std::string name) {
   for (const std::string_view suffix : {"/manual_time", "/iterations:1"}) {
     if (name.ends_with(suffix)) name.resize(name.size() - suffix.size());
@@ -52,7 +52,7 @@ std::string BenchCase::where() const {
 
 double BenchCase::value(const std::string& counter) const {
   const auto at = values.find(counter);
-  constexpr double kSmallest = 1e-9;  // wider than any measurement; keeps quotients finite
+  constexpr double kSmallest = 1e-9;  // outside the range of any measurement; keeps quotients finite
   constexpr double kLargest = 1e18;
   HELIX_EXPECTS(at != values.end() && at->second >= kSmallest && at->second <= kLargest,
                 ErrorCode::invalid_file, where(), ": its counter \"", counter, "\" is missing or not in [",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From bench cases to a machine.
+// Calibrates a hardware description with bench cases.
 #include "calibration.hpp"
 
 #include <algorithm>
@@ -29,10 +29,10 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-/// Keeps times in order where a curve stores them as bandwidths, which rounds.
+/// Keeps the order of times although a curve stores bandwidths, which are rounded.
 constexpr double kJustMore = 1 + 1e-9;
 
-/// Points whose sizes differ by at most 5 % become one: they repeat one measurement.
+/// Merges points whose sizes differ by at most 5 %: they repeat one measurement.
 std::vector<plan::TimedSize> merged(std::vector<plan::TimedSize> samples) {
   constexpr double kSameSize = 1.05;
   std::sort(samples.begin(), samples.end(),
@@ -48,14 +48,14 @@ std::vector<plan::TimedSize> merged(std::vector<plan::TimedSize> samples) {
     }
     begin = i;
     Time time = plan::microseconds(median(times));
-    // Noise may make a larger one look faster; nothing that is modelled is.
+    // Noise may make a larger size look faster, but in the model no larger size is.
     if (!points.empty()) time = std::max(time, points.back().time * kJustMore);
     points.push_back({plan::bytes(median(sizes)), time});
   }
   return points;
 }
 
-/// The reads were of the case's bytes; beside attention of up to 8 GiB.
+/// Plain reads of the bytes of each case; for attention cases, reads of up to 8 GiB.
 std::vector<plan::TimedSize> plain_reads(const std::vector<BenchCase>& cases) {
   constexpr double kAttentionRead = 8.0 * (1 << 30);
   std::vector<plan::TimedSize> samples;
@@ -68,11 +68,11 @@ std::vector<plan::TimedSize> plain_reads(const std::vector<BenchCase>& cases) {
   return merged(std::move(samples));
 }
 
-/// What counts as a small kernel or read: most of its time is that of starting.
+/// A kernel or read of at most this size counts as small: most of its time is launch time.
 constexpr double kSmallBytes = 4e6;
 
-/// Below the smallest read, that one's time if it is small; else as `base` has it, which a flat curve says by
-/// a point of its own just below.
+/// Read bandwidth by size. Sizes below the smallest read take its time if that read is small. Otherwise
+/// `base` decides; if `base` is flat, one point just below the smallest read represents it.
 plan::BandwidthCurve read_curve(const plan::BandwidthCurve& base, const std::vector<plan::TimedSize>& reads) {
   const plan::TimedSize& smallest = reads.front();
   std::vector<plan::BandwidthCurve::Point> points;
@@ -93,7 +93,7 @@ plan::BandwidthCurve read_curve(const plan::BandwidthCurve& base, const std::vec
   return plan::BandwidthCurve(std::move(points));
 }
 
-/// By how much small kernels exceed a read of their bytes; nothing where none was measured.
+/// Median excess of small kernels over a read of their bytes; nullopt if no small kernel was measured.
 std::optional<Time> operator_overhead(const plan::BandwidthCurve& read, const std::vector<BenchCase>& cases) {
   std::vector<double> excess;
   for (const BenchCase& at : cases) {
@@ -106,7 +106,7 @@ std::optional<Time> operator_overhead(const plan::BandwidthCurve& read, const st
   return plan::microseconds(std::max(0.0, median(excess)));
 }
 
-/// Bandwidth of attention over its KV by size. Without points if it was not measured.
+/// Bandwidth of attention by size of the KV that it reads. Has no points if it was not measured.
 plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases) {
   std::vector<plan::TimedSize> samples;
   for (const BenchCase& at : cases) {
@@ -118,7 +118,8 @@ plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases) {
   const std::vector<plan::TimedSize> sizes = merged(std::move(samples));
   std::vector<plan::BandwidthCurve::Point> points;
   if (sizes.size() > 1) {
-    // Attention starts and ends whatever it reads: the line through the two smallest sizes, down to nothing.
+    // Attention has a fixed start and end cost: extrapolate the line through the two smallest sizes to zero
+    // bytes.
     const double slope = (sizes[1].time - sizes[0].time) / plan::microseconds(1) /
                          ((sizes[1].size - sizes[0].size) / plan::bytes(1));
     const double start = in_microseconds(sizes[0].time) - slope * in_bytes(sizes[0].size);
@@ -130,8 +131,9 @@ plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases) {
 
 using MeasuredKey = std::pair<Collective, int>;
 
-/// Adds what is left of KvpAllToAll and combine of `size` bytes a rank without the combine, which reads all
-/// of it and writes a KVP-th; nothing where the model's combine takes longer than both.
+/// Adds the exchange's part of `time`, which KvpAllToAll and combine of `size` bytes per rank take together.
+/// The combine reads all bytes and writes 1/KVP of them; its modelled time is subtracted. Adds nothing if
+/// that exceeds `time`.
 void add_exchange(const plan::Hardware& hardware, Time time, Bytes size, std::int64_t kvp,
                   std::vector<plan::TimedSize>& samples) {
   const Bytes moved = size * (static_cast<double>(kvp + 1) / static_cast<double>(kvp));
@@ -139,13 +141,13 @@ void add_exchange(const plan::Hardware& hardware, Time time, Bytes size, std::in
   if (time > combine) samples.push_back({size, time - combine});
 }
 
-/// Whether the case sends over NCCL, and not over windows.
+/// Whether the case sends over NCCL rather than over windows.
 bool is_over_nccl(const BenchCase& at) {
   return !at.parameters.contains("windows");
 }
 
-/// Collectives that the cases measured alone, over one transport: NCCL, or windows where nothing else was
-/// measured.
+/// Collectives that the cases measured alone, over one transport: NCCL, or windows if nothing was measured
+/// over NCCL.
 std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hardware& hardware,
                                                                 const std::vector<BenchCase>& all) {
   const auto has_collective = [](const BenchCase& at) {
@@ -196,7 +198,7 @@ Bytes partial_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
 }
 
 bool is_step_attention(const BenchCase& at) {
-  // Beside these a name tells of another head size, type or layout of KV, or of the kernel of other GPUs.
+  // Other parameters mean another head size, KV type, KV layout, or the kernel of other GPUs.
   static const std::set<std::string> kParameters{"heads", "batch", "tokens", "page", "queries", "ragged"};
   return at.family == "partial_attention" && at.has("bytes/s") &&
          std::all_of(at.parameters.begin(), at.parameters.end(),
@@ -205,7 +207,7 @@ bool is_step_attention(const BenchCase& at) {
 
 namespace {
 
-/// The files of the cases: "a.json, b.json".
+/// The files of the cases as text: "a.json, b.json".
 std::string files_of(const std::vector<BenchCase>& cases) {
   std::string files;
   std::set<std::string> seen;
@@ -216,7 +218,7 @@ std::string files_of(const std::vector<BenchCase>& cases) {
   return files.empty() ? "the results" : files;
 }
 
-/// `base` with what the cases measured; nullopt where that is nothing.
+/// `base` updated with the measurements of the cases; nullopt if there are none.
 std::optional<plan::Hardware> with_measurements(const plan::Hardware& base,
                                                 const std::vector<BenchCase>& cases) {
   plan::Hardware hardware = base;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A machine from what helix-bench-cuda measured on it: single operators and collectives, never whole steps.
+// Calibrates a hardware description with measurements by helix-bench-cuda: single operators and collectives,
+// never whole steps.
 #pragma once
 
 #include <cstdint>
@@ -13,29 +14,31 @@
 
 namespace helix::plan_cli {
 
-/// `base` with what the cases measured; the rest stays:
-/// - read: the reads beside the operators, by size; less than the smallest takes as long as it, or as `base`
-///   has it where the smallest is above 4 MB;
+/// `base` updated with the measurements of the cases; all other values stay:
+/// - read: the reads measured beside the operators, by size. Smaller sizes take the time of the smallest
+///   read, or that of `base` if the smallest read is above 4 MB;
 /// - attention_read: the cases of is_step_attention() with one query token, by size of the KV;
 /// - per_operator: by how much small kernels exceed a read of their bytes (median);
-/// - per_slice: the combine that each HOP-B slice has of its own; that attention starts and ends again is in
-///   its curve;
-/// - measured all_to_all: KvpAllToAll and combine, alone or else in a layer's bench, less the combine, which
-///   the model counts apart, where they take longer than that;
-/// - measured all_reduce: alone, of a layer's hidden states.
-/// Collectives are those over NCCL; those over windows where nothing went over NCCL.
-/// @throws Error(invalid_file) naming the files if the cases hold none of it, or what contradicts itself.
+/// - per_slice: the combine that each HOP-B slice adds; that attention starts and ends again is part of its
+///   curve;
+/// - measured all_to_all: KvpAllToAll and combine, measured alone or else in a layer's bench, minus the
+///   modelled combine; only where they take longer than the combine;
+/// - measured all_reduce: the all-reduce of a layer's hidden states, measured alone.
+/// Collectives are measured over NCCL, or over windows if nothing was measured over NCCL.
+/// @throws Error(invalid_file) naming the files if the cases hold none of this or contradict themselves.
 plan::Hardware calibrate(const plan::Hardware& base, const std::vector<BenchCase>& cases);
 
-/// As calibrate(), without the case of that name; `base` where the others hold nothing.
+/// Like calibrate(), but without the case of that name; returns `base` if the other cases hold no
+/// measurements.
 plan::Hardware calibrate_without(const plan::Hardware& base, std::vector<BenchCase> cases,
                                  const std::string& name);
 
-/// Whether the case is attention of decode steps as BenchShape and the presets have it: bf16 in Helix's own
-/// pages, heads of BenchShape::kDim, by the kernel that the GPU chooses.
+/// Whether the case is attention of decode steps as in BenchShape and the presets: bf16 in Helix's own pages,
+/// heads of BenchShape::kDim, with the kernel that the GPU chooses.
 bool is_step_attention(const BenchCase& at);
 
-/// Of decode_layer and attention_scaling, whose names do not say it: Llama-405B's layers.
+/// The shape of the decode_layer and attention_scaling cases, whose names do not state it: layers of
+/// Llama-405B.
 struct BenchShape {
   static constexpr std::int64_t kHidden = 16384;
   static constexpr std::int64_t kHeads = 128;
@@ -45,7 +48,8 @@ struct BenchShape {
   static constexpr double kElementBytes = 2;  ///< Bytes of bf16: weights, KV and activations.
 };
 
-/// What a rank holds before the exchange: outputs and a log-sum-exp for each token and head.
+/// Bytes of the partials that a rank holds before the exchange: outputs and a log-sum-exp for each token and
+/// head.
 plan::Bytes partial_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t dim);
 
 }  // namespace helix::plan_cli

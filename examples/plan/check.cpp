@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The predictions behind helix-plan --check.
+// The predictions of helix-plan --check.
 #include "check.hpp"
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 namespace helix::plan_cli {
 namespace {
 
-/// Layers of the bench's shape without embedding and vocabulary.
+/// Layers of the bench's shape, without embedding and LM head.
 plan::Model layer_model(std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, std::int64_t layers) {
   return {.name = "bench",
           .shape = {.num_query_heads = heads,
@@ -47,7 +47,7 @@ plan::Workload workload(std::int64_t batch, double context, std::int64_t step_to
   return load;
 }
 
-/// Of one layer and step, without what HOP-B hides.
+/// Time of one operator in one layer and step, without the part that HOP-B hides.
 double operator_us(const plan::StepReport& report, plan::Operator wanted) {
   plan::Time time;
   for (const plan::OperatorTime& op : report.operators) {
@@ -91,7 +91,7 @@ class Predictor {
                            const plan::Workload& load) const {
     return plan::StepModel(model, plan::Precision{}, hardware_).explain(layout, load);
   }
-  /// As explain(), without the case in the calibration.
+  /// Like explain(), but calibrated without the case.
   plan::StepReport explain_without(const BenchCase& at, const plan::Model& model, const plan::Layout& layout,
                                    const plan::Workload& load) const {
     const plan::Hardware hardware = calibrate_without(base_, calibration_, at.name);
@@ -112,7 +112,7 @@ class Predictor {
     const plan::Model model =
         layer_model(split.parameter("hq", kMaxCount), split.parameter("hkv", kMaxCount), BenchShape::kDim, 1);
     const std::int64_t batch = at.parameter("batch", kMaxSequences);
-    // Ragged batches by their mean, which the bytes tell.
+    // A ragged batch is predicted by its mean length, which follows from the bytes.
     const double kv_bytes = at.value("bytes/s") * at.value("us") * 1e-6;
     const double row_bytes = static_cast<double>(model.shape.kv_elements()) * BenchShape::kElementBytes;
     const double context = std::max(1.0, std::round(kv_bytes / row_bytes / static_cast<double>(batch)));
@@ -121,7 +121,7 @@ class Predictor {
     row(at.name, at.value("us"), operator_us(report, plan::Operator::attention));
   }
 
-  /// A product is not of a step's shape: its bytes alone.
+  /// A bench product does not have the shape of a step's, so only its bytes count.
   void linear(const BenchCase& at) {
     const plan::Time read = hardware_.read.time(plan::bytes(at.value("bytes")));
     const plan::Flops work = plan::flops(at.value("flop/s") * at.value("us") * 1e-6);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Predicted against measured: every bench case that the model covers.
+// Compares predictions with measurements, for every bench case that the model covers.
 #pragma once
 
 #include <string>
@@ -24,13 +24,15 @@ struct CheckResult {
   std::vector<std::string> not_covered;  ///< Names of the other cases.
 };
 
-/// Composes each prediction from reads, operators and collectives of `base`, calibrated by `calibration`. A
-/// partial_attention or exchange case is predicted without itself in the calibration.
-/// @throws Error(invalid_file) naming file and case whose name or counters are not the bench's.
+/// Composes each prediction from the reads, operators and collectives of `base`, calibrated with
+/// `calibration`. A partial_attention or exchange case is predicted with a calibration that leaves out this
+/// case.
+/// @throws Error(invalid_file) naming the file and the case whose name or counters are not those of the
+/// bench.
 CheckResult check_predictions(const plan::Hardware& base, const std::vector<BenchCase>& calibration,
                               const std::vector<BenchCase>& cases);
 
-/// A table in Markdown; rows off by more than 10 % are marked.
+/// A table in Markdown; rows with an error of more than 10 % are marked.
 std::string format_check(const CheckResult& result);
 
 }  // namespace helix::plan_cli

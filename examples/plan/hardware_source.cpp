@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The JSON description of a machine.
+// Parses the JSON description of a machine.
 #include "hardware_source.hpp"
 
 #include <algorithm>
@@ -21,11 +21,11 @@ namespace {
 
 using nlohmann::json;
 
-// Wider than any machine; keeps products and quotients finite.
+// Outside the range of any machine; keeps products and quotients finite.
 constexpr double kSmallest = 1e-9;
 constexpr double kLargest = 1e18;
 
-/// One object of the file, whose keys are read with the expected type.
+/// One object of the file; its keys are read with their expected types.
 class Section {
  public:
   Section(const json& object, std::string where, std::initializer_list<std::string_view> keys)
@@ -88,7 +88,7 @@ class Section {
                   ": is ", result, "; give 0 or a number of ", kSmallest, " to ", kLargest);
     return result;
   }
-  /// [a, b]
+  /// A pair: [a, b].
   static std::array<double, 2> pair(const json& value, const std::string& where) {
     HELIX_EXPECTS(value.is_array() && value.size() == 2, ErrorCode::invalid_file, where,
                   ": expected pairs of two numbers");
@@ -105,7 +105,7 @@ plan::Link parse_link(const json& value, const std::string& where) {
   return {link.microseconds("latency_us"), plan::gigabytes_per_second(link.positive("gb_per_s"))};
 }
 
-/// What `make` makes of the file's values at `where`, which its own errors do not know.
+/// Calls `make` on the values at `where`, and adds the location to its errors.
 template <class Make>
 auto made_at(const std::string& where, Make&& make) {
   try {

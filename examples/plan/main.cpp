@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// helix-plan: which layout, how much memory, how fast, before the GPUs are rented.
+// helix-plan: tells which layout to use, how much memory it takes and how fast it is, before the GPUs are
+// rented.
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -30,8 +31,8 @@
 namespace helix::plan_cli {
 namespace {
 
-/// Writes to standard output. What the stream keeps is flushed at the end; of what exceeds that the reason of
-/// a failure is known here alone.
+/// Writes to standard output. Buffered text is flushed at the end of the program, but the reason of a failed
+/// larger write is known only here.
 void print(const std::string& text) {
   HELIX_EXPECTS(std::fputs(text.c_str(), stdout) != EOF, ErrorCode::io,
                 "standard output cannot be written: ", std::strerror(errno));
@@ -75,7 +76,7 @@ void run(const Options& options) {
                   .result = std::move(result),
                   .best = std::move(report),
                   .losses = std::move(losses)};
-  // Files first: what cannot be written leaves one message alone.
+  // Write files first: if one cannot be written, its error is then the only output.
   if (!options.json.empty()) write_json(options.json, plan);
   if (!options.csv.empty()) write_csv(options.csv, plan);
   std::string pictures;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Models by name or from config.json.
+// Loads models by preset name or from config.json.
 #include "model_source.hpp"
 
 #include <filesystem>

@@ -9,10 +9,10 @@
 
 namespace helix::plan_cli {
 
-/// The file that load_model() reads; empty for a preset.
+/// The file that load_model() reads; empty if the name is a preset's.
 std::filesystem::path model_file(const std::string& name_or_path);
 
-/// A path that exists is read, else the name is a preset's.
+/// An existing path is read; any other name is a preset's.
 /// @throws Error naming the file and key, or the known presets.
 plan::Model load_model(const std::string& name_or_path);
 

@@ -32,7 +32,7 @@ const std::map<std::string, double>& element_bits() {
   return kBits;
 }
 
-/// Rows of latents, which nothing but their cache has; their bits follow from the model.
+/// Cache rows that only latent attention has; their bits follow from the model.
 constexpr std::string_view kMixedRows = "fp8_ds_mla";
 
 std::vector<std::string> format_names() {
@@ -59,7 +59,7 @@ const std::map<std::string, plan::Strategy>& strategies() {
   return kStrategies;
 }
 
-/// Options whose text or number is looked at once all are known.
+/// Option texts and numbers that are parsed after all options are known.
 struct OptionTexts {
   std::int64_t context = 131072;
   std::int64_t batch = 0;
@@ -152,7 +152,7 @@ void add_output_options(CLI::App& app, Options& options, OptionTexts& texts) {
                  "write roofline.svg, frontier.svg and timeline.svg to this folder");
 }
 
-/// What the search is to cover and to look for.
+/// Sets the range and the goal of the search.
 void set_search(plan::SearchSpace& space, const OptionTexts& texts, bool has_ttl_limit) {
   if (texts.batch > 0) space.batches = {texts.batch};
   if (has_ttl_limit) {
@@ -172,7 +172,7 @@ void set_search(plan::SearchSpace& space, const OptionTexts& texts, bool has_ttl
   space.objective = is_throughput ? plan::Objective::throughput : plan::Objective::latency;
 }
 
-/// Whether what is written to `a` would replace what is in `b` or written to it: not on pipes and devices.
+/// Whether output to `a` would replace or overwrite `b`. Never true for pipes and devices.
 bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
   std::error_code failure;
   const bool is_same =
@@ -184,13 +184,13 @@ bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b
          type == std::filesystem::file_type::directory;
 }
 
-/// A file that an option names.
+/// A file named by an option.
 struct NamedFile {
   std::string option;
   std::filesystem::path path;
 };
 
-/// Throws where an output would replace an input or another output.
+/// Throws if an output would replace an input or another output.
 void check_outputs(const Options& options) {
   std::vector<NamedFile> others;
   const auto add = [&](const std::string& option, const std::filesystem::path& path) {
@@ -229,7 +229,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   add_workload_options(app, options, texts);
   add_search_options(app, options.space, texts);
   add_output_options(app, options, texts);
-  // Which plans nothing.
+  // --check plans nothing.
   CLI::Option* const check = app.get_option("--check");
   for (CLI::Option* const other : app.get_options()) {
     const bool is_taken = other->check_name("--hardware") || other->check_name("--calibrate") ||

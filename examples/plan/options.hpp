@@ -17,21 +17,21 @@ struct Options {
   std::string model;  ///< Empty only with `checks`.
   std::string hardware = "h200";
   std::vector<std::filesystem::path> calibrations;
-  std::vector<std::filesystem::path> checks;  ///< Not empty: results to predict instead of planning.
+  std::vector<std::filesystem::path> checks;  ///< Results to predict instead of planning, if not empty.
   plan::Precision precision;
-  /// Whether KV is fp8_ds_mla: of latent attention alone, with bits that follow from the model.
+  /// Whether KV is fp8_ds_mla: only for latent attention, with bits that follow from the model.
   bool has_mixed_rows = false;
-  plan::Workload workload;  ///< Its batch is replaced by the search's.
+  plan::Workload workload;  ///< The search replaces its batch.
   plan::SearchSpace space;
   bool shows_frontier = false;
-  int top = 5;                     ///< Layouts in the table.
+  int top = 5;                     ///< Number of layouts in the table.
   std::filesystem::path json;      ///< File; empty: none.
   std::filesystem::path csv;       ///< File; empty: none.
   std::filesystem::path pictures;  ///< Folder; empty: none.
 };
 
-/// nullopt after --help and --version, which it prints. @throws Error(invalid_argument) naming option and
-/// value.
+/// Parses the command line. Returns nullopt after --help and --version, which it prints.
+/// @throws Error(invalid_argument) naming option and value.
 std::optional<Options> parse_options(int argc, char** argv);
 
 }  // namespace helix::plan_cli

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drawing of plans.
+// Draws a plan.
 #include "pictures.hpp"
 
 #include <algorithm>
@@ -76,7 +76,7 @@ std::string draw_roofline(const Plan& plan) {
   return svg.document();
 }
 
-/// A logarithmic axis over positive values, with its ticks at 1, 2 and 5.
+/// A logarithmic axis for positive values, with ticks at 1, 2 and 5.
 class LogAxis {
  public:
   LogAxis(double smallest, double largest, double from, double to)
@@ -156,7 +156,7 @@ std::string draw_frontier(const Plan& plan) {
   return svg.document();
 }
 
-/// A bar of the timeline; times from the layer's begin.
+/// A bar of the timeline. Times count from the beginning of the layer.
 struct Span {
   bool is_link = false;
   plan::Time begin{};
@@ -174,8 +174,8 @@ constexpr std::string_view kProductColor = "#55a868";
 constexpr std::string_view kExchangeColor = "#c44e52";
 constexpr std::string_view kCollectiveColor = "#dd8452";
 
-/// One layer, of full attention and of MoE if there are such, in order; attention and exchange slice by
-/// slice.
+/// The timeline of one layer, with full attention and MoE if the model has such a layer, in order; attention
+/// and exchange are shown slice by slice.
 Timeline layer_timeline(const plan::StepReport& report, int slices) {
   const auto rank = [](const OperatorTime& op) { return std::pair(!op.is_windowed, op.is_moe); };
   std::pair<bool, bool> shown;
@@ -223,7 +223,7 @@ void draw_panel(Svg& svg, double top, const std::string& title, const Timeline& 
   constexpr double kLeft = 70;
   constexpr double kWidth = 860;
   constexpr double kBar = 26;
-  constexpr double kGap = 0.6;  // between neighbours, in pixels
+  constexpr double kGap = 0.6;  // between neighbouring bars, in pixels
   svg.text(10, top, title, Anchor::start, 13);
   svg.text(kLeft - 6, top + 28, "GPU", Anchor::end);
   svg.text(kLeft - 6, top + 60, "links", Anchor::end);
@@ -234,7 +234,7 @@ void draw_panel(Svg& svg, double top, const std::string& title, const Timeline& 
   }
 }
 
-/// nullopt without a Helix layout that exchanges.
+/// nullopt if there is no Helix layout that exchanges.
 std::optional<std::string> draw_timeline(const Plan& plan) {
   const std::vector<Candidate>& all = plan.result.candidates;
   std::optional<std::size_t> found;
@@ -249,14 +249,14 @@ std::optional<std::string> draw_timeline(const Plan& plan) {
   workload.batch = all[*found].totals.batch;
   plan::Layout layout = all[*found].layout;
   layout.hop_b_slices = 0;
-  const std::string shown = layout.to_string();  // which both panels are of
+  const std::string shown = layout.to_string();  // the layout of both panels
   layout.hop_b_slices = 1;
   const Timeline off = layer_timeline(plan.model.explain(layout, workload), 1);
   layout.hop_b_slices = 0;
   int slices = plan.model.evaluate(layout, workload).hop_b_slices;
   const bool pays = slices > 1;
   constexpr int kShownSlices = 8;
-  if (!pays) layout.hop_b_slices = kShownSlices;  // no more than there are sequences
+  if (!pays) layout.hop_b_slices = kShownSlices;  // at most the number of sequences
   const plan::StepReport report = plan.model.explain(layout, workload);
   slices = report.totals.hop_b_slices;
   const Timeline on = layer_timeline(report, slices);

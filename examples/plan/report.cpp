@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tables, JSON and CSV of a plan.
+// Formats a plan as tables, JSON and CSV.
 #include "report.hpp"
 
 #include <algorithm>
@@ -21,13 +21,13 @@ using plan::Candidate;
 using plan::OperatorTime;
 using plan::StepTotals;
 
-/// HOP-B as the layout asks for it: "auto", "off", or a number of slices.
+/// HOP-B as the layout requests it: "auto", "off", or a number of slices.
 std::string requested_hop_b(const plan::Layout& layout) {
   if (layout.hop_b_slices == 0) return "auto";
   return layout.hop_b_slices == 1 ? "off" : std::to_string(layout.hop_b_slices);
 }
 
-/// HOP-B as the step runs it.
+/// HOP-B as the step actually runs it.
 std::string describe_hop_b(const plan::StepReport& step) {
   if (step.totals.hop_b_slices > 1) return fmt::format("HOP-B in {} slices", step.totals.hop_b_slices);
   const bool hides = std::any_of(step.operators.begin(), step.operators.end(),
@@ -35,7 +35,7 @@ std::string describe_hop_b(const plan::StepReport& step) {
   return hides ? "HOP-B in windowed layers alone" : "no HOP-B";
 }
 
-/// The cost that a step spends most on, and its share.
+/// The largest cost of the step, and its share.
 std::string main_cost(const StepTotals& totals) {
   const auto most = std::max_element(totals.by_cost.begin(), totals.by_cost.end());
   const auto cost = static_cast<plan::Cost>(most - totals.by_cost.begin());
@@ -147,7 +147,7 @@ std::string format_plan(const Plan& plan) {
   const plan::Precision& precision = model.precision();
   const plan::Workload& workload = plan.options.workload;
   const plan::Hardware& hardware = model.hardware();
-  // Names and sources come from files and the command line, where they may be anything.
+  // Names and sources come from files and the command line, so they may hold any characters.
   std::string text =
       fmt::format("{}: {:.1f}e9 parameters, {:.1f}e9 of them for a token; {}\n",
                   decode::one_line(model.model().name), static_cast<double>(parameters.total()) / 1e9,
@@ -225,7 +225,7 @@ void write_json(const std::filesystem::path& file, const Plan& plan) {
                               {"excess_ms", in_milliseconds(loss.excess)},
                               {"text", loss.text}});
   }
-  // Names come from the command line and may be no UTF-8.
+  // Names come from the command line and may be invalid UTF-8.
   decode::write_output(file, json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SVG documents.
+// Builds SVG documents.
 #include "svg.hpp"
 
 #include <fmt/format.h>
@@ -7,7 +7,8 @@
 namespace helix::plan_cli {
 namespace {
 
-/// What XML reserves; other than printable ASCII becomes '?', which is well-formed whatever the bytes were.
+/// Escapes the characters that XML reserves. Anything but printable ASCII becomes '?', which is well-formed
+/// whatever the bytes were.
 std::string escaped(std::string_view text) {
   std::string result;
   for (const char c : text) {

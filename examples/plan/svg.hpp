@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The few shapes of SVG that the pictures need.
+// The few SVG shapes that the pictures need.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace helix::plan_cli {
 
 enum class Anchor { start, middle, end };
 
-/// A picture in pixels, from the upper left corner.
+/// A picture. Coordinates are pixels from the upper left corner.
 class Svg {
  public:
   Svg(double width, double height);
@@ -22,7 +22,7 @@ class Svg {
   void circle(double x, double y, double radius, std::string_view fill);
   void text(double x, double y, std::string_view text, Anchor anchor = Anchor::start, double size = 12);
 
-  /// The whole document, once everything is drawn.
+  /// The whole document, after everything is drawn.
   std::string document() const;
 
  private:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-# Largest difference from attention in double precision: outputs are means of numbers of size 1.
+# Largest difference from attention in double precision. Outputs are means of numbers of magnitude 1.
 LIMITS = {"f32": 2e-5, "f16": 4e-3, "bf16": 3e-2}
 OPERATORS = ("partial_attention", "exchange", "combine", "exchange_combine")
 
@@ -64,7 +64,8 @@ def choose_device(options: argparse.Namespace) -> torch.device:
 
 def connect(device: torch.device) -> dist.ProcessGroup:
     """The group of all ranks, whose NCCL communicator exists already."""
-    # A process that dies with NVLink multicast objects can leave the host's GPUs unusable: this one does without them.
+    # A process that dies while it holds NVLink multicast objects can leave the host's GPUs unusable, so this
+    # one does not use them.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
@@ -85,12 +86,12 @@ class Case:
     """One step: the same numbers on all ranks, of which each caches its own tokens."""
 
     q: torch.Tensor  # [sequences * queries, heads, D]
-    k: list[torch.Tensor]  # of each sequence [tokens, KV heads, D]
+    k: list[torch.Tensor]  # per sequence [tokens, KV heads, D]
     v: list[torch.Tensor]
     kv_cache: torch.Tensor  # [2, blocks, block_size, KV heads, D], or [blocks, 2, ...]
     block_table: torch.Tensor
     seq_lens: torch.Tensor
-    owned: list[torch.Tensor]  # of each sequence the global positions that this rank caches
+    owned: list[torch.Tensor]  # per sequence, the global positions that this rank caches
 
 
 def make_case(options: argparse.Namespace, lengths: list[int], rank: int, size: int, device: torch.device) -> Case:
@@ -109,14 +110,15 @@ def make_case(options: argparse.Namespace, lengths: list[int], rank: int, size: 
         positions = torch.arange(length)
         owned.append(positions[positions // options.interleave % size == rank].to(device))
     blocks = [-(-len(positions) // block) for positions in owned]
-    # Blocks of any order, one that nobody holds, and what is not cached is NaN: to read it would show.
+    # Blocks are in random order, one belongs to no sequence, and everything that is not cached is NaN, so
+    # that reading it would show.
     order = torch.randperm(sum(blocks) + 1, generator=generator).to(torch.int32)
     block_table = torch.zeros(len(lengths), max(max(blocks), 1), dtype=torch.int32)
     shape = [sum(blocks) + 1, block, heads, dim] if options.layout == "NHD" else [sum(blocks) + 1, heads, block, dim]
     shape.insert(1 if options.block_first else 0, 2)
     kv_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
     if options.layout == "HND":
-        kv_cache = kv_cache.transpose(2, 3)  # the shape stays vLLM's, the memory has heads before tokens
+        kv_cache = kv_cache.transpose(2, 3)  # the shape stays vLLM's; in memory heads come before tokens
     begin = 0
     for b, positions in enumerate(owned):
         ids = order[begin : begin + blocks[b]]
@@ -153,7 +155,8 @@ class TorchAttention:
         self._k, self._v = (torch.stack(x).transpose(1, 2).contiguous() for x in (case.k, case.v))
         q = case.q.unflatten(0, (len(case.k), queries)).transpose(1, 2)  # [sequences, heads, queries, D]
         if queries == 1:
-            # The heads that share K and V stand as queries of one head: enable_gqa copies K and V for each on CPUs.
+            # Heads that share K and V are passed as queries of one head, because enable_gqa copies K and V
+            # for each head on CPUs.
             self._q, self._options = q.reshape(len(case.k), self._k.shape[1], -1, q.shape[3]).contiguous(), {}
         else:
             tokens = torch.arange(self._k.shape[2], device=q.device)
@@ -204,7 +207,8 @@ class Operators:
         self._case = case
         self._attention = {"scale": options.head_dim**-0.5, "kvp_size": size, "kvp_rank": rank}
         self._attention |= {"interleave": options.interleave, "block_first": options.block_first}
-        # The last ones of each sequence: by them a rank in another step is found out.
+        # The last positions of each sequence; the exchange uses them to detect a rank that is in another
+        # step.
         first = case.seq_lens.long()[:, None] - options.queries
         self._positions = (first + torch.arange(options.queries, device=first.device)).flatten()
 
@@ -248,7 +252,8 @@ def measure_errors(options: argparse.Namespace, operators: Operators, case: Case
 def run(options: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> bool:
     rank, size = group.rank(), group.size()
     tokens = options.sequences * options.queries
-    # Sequences of the context, a token less, two less and so on, the last one as short as can be; empty shards too.
+    # Sequence lengths: the context, one token less, two less and so on; the last sequence is as short as
+    # possible. Includes empty shards.
     lengths = [max(options.context - b, options.queries) for b in range(options.sequences)]
     lengths[-1] = min(options.queries, lengths[-1])
     helix_group = torch.classes.helix.Group(group.group_name, rank, size, tokens, nccl_comm(group, device))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.helix on GPUs: torch's current stream, its caching allocator, and the ncclComm_t of its process
-// group.
+// torch.ops.helix on GPUs. Uses torch's current stream, its caching allocator, and the ncclComm_t of its
+// process group.
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -25,8 +25,8 @@ namespace {
 
 namespace caching_allocator = c10::cuda::CUDACachingAllocator;
 
-/// Torch's, for the few buffers that Helix owns. What it gives may still be used by work that is queued on
-/// the current stream, and Helix's streams may be others: the wait is once a buffer, none in a step.
+/// Torch's allocator, for the few buffers that Helix owns. Memory from it may still be in use by work queued
+/// on the current stream, and Helix may use other streams, so it waits: once per buffer, never in a step.
 helix::cuda::Allocator torch_allocator() {
   return {.allocate =
               [](std::size_t bytes) {
@@ -56,8 +56,8 @@ TensorPair with_activation(const char* name, const at::Tensor& tensor, Function 
   }
 }
 
-/// A rank alone, for what needs no other. Lives as long as the process, whose CUDA may end before its
-/// statics.
+/// A single rank, for operations that need no other rank. Never destroyed, because CUDA may shut down before
+/// static objects are destroyed.
 template <class T>
 helix::cuda::Backend<helix::cuda::LocalComm, T>& alone(int device) {
   using Backend = helix::cuda::Backend<helix::cuda::LocalComm, T>;

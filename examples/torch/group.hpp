@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A KVP group of torch.distributed: torch.classes.helix.Group, which owns the exchanges of its ranks.
+// torch.classes.helix.Group: a KVP group of torch.distributed, which owns the exchanges of its ranks.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@
 
 namespace helix_torch {
 
-/// Made and dropped by Python, before the process group that it names is destroyed. Exchanges of one group
-/// are called in the same order, with the same sizes, by all of its ranks, and on one stream.
+/// Created and released by Python, and released before the process group that it names is destroyed. All
+/// ranks must call the exchanges of one group in the same order, with the same sizes, and on one stream.
 class Group : public torch::CustomClassHolder {
  public:
-  /// `name`: ProcessGroup.group_name. `nccl_comm`: the ncclComm_t of its NCCL backend, for tensors on GPUs; 0
-  /// where there is none. An exchange has at most `max_tokens` tokens.
+  /// `name` is ProcessGroup.group_name. `nccl_comm` is the ncclComm_t of its NCCL backend, for tensors on
+  /// GPUs; 0 if there is none. An exchange has at most `max_tokens` tokens.
   Group(std::string name, std::int64_t rank, std::int64_t size, std::int64_t max_tokens,
         std::int64_t nccl_comm)
       : name_(std::move(name)), rank_(rank), size_(size), max_tokens_(max_tokens), nccl_comm_(nccl_comm) {
@@ -36,8 +36,8 @@ class Group : public torch::CustomClassHolder {
   std::int64_t max_tokens() const { return max_tokens_; }
   std::int64_t nccl_comm() const { return nccl_comm_; }
 
-  /// The exchange of tensors like `out`, from make() for the first of its device, type, heads and columns.
-  /// `wait` of it is called by synchronize().
+  /// The exchange for tensors like `out`. make() creates it for the first tensor with a new combination of
+  /// device, type, heads and columns. synchronize() calls `wait` on it.
   template <class E, class Make, class Wait>
   E& exchange(const at::Tensor& out, Make make, Wait wait) {
     const std::lock_guard lock(mutex_);
@@ -51,8 +51,8 @@ class Group : public torch::CustomClassHolder {
     return *static_cast<E*>(found->second.exchange.get());
   }
 
-  /// Waits for the current stream and throws what an exchange found wrong on it: a rank in another step, or
-  /// one that has failed. On CPUs each operator has already done so.
+  /// Waits for the current stream and throws errors that an exchange found on it: a rank in another step, or
+  /// one that has failed. On CPUs each operator has already done both.
   void synchronize() {
     const std::lock_guard lock(mutex_);
     for (const auto& [key, made] : exchanges_) made.wait();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Torch's tensors as Helix sees them, and the operators over any of its backends: memory is torch's, of the
-// stream that the caller queues on.
+// Converts torch's tensors for Helix, and implements the operators over any Helix backend. Memory comes from
+// torch and belongs to the stream on which the caller queues.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace helix_torch {
 
 using TensorPair = std::tuple<at::Tensor, at::Tensor>;  ///< An output and its log-sum-exp.
 
-/// Throws unless `tensor` has so many dimensions, the type, and the device of another one.
+/// Throws unless `tensor` has `dim` dimensions, the type, and the given device.
 inline void check_tensor(const char* name, const at::Tensor& tensor, std::int64_t dim, at::ScalarType dtype,
                          const at::Tensor& beside) {
   TORCH_CHECK(tensor.dim() == dim, name, " is ", tensor.sizes(), "; give ", dim, " dimensions");
@@ -37,7 +37,7 @@ helix::TensorView<T, R> view_of(const at::Tensor& tensor) {
   return {static_cast<T*>(tensor.data_ptr()), extents, strides};
 }
 
-/// A tensor of its own with what `view` shows. Queued on torch's current stream.
+/// A new tensor with the contents of `view`. Queued on torch's current stream.
 template <class T, int R>
 at::Tensor copy_of(const helix::TensorView<const T, R>& view, const at::TensorOptions& options) {
   return at::from_blob(const_cast<T*>(view.data()), at::IntArrayRef(view.extents()),
@@ -61,12 +61,14 @@ inline helix::DType dtype_of(const at::Tensor& kv_cache) {
   }
 }
 
-/// What partial_attention is asked.
+/// The arguments of partial_attention.
 struct AttentionCall {
-  const at::Tensor& q;         ///< [tokens, heads, D]; tokens / B of each sequence, in order, its last ones.
-  const at::Tensor& kv_cache;  ///< [2, blocks, block_size, KV heads, D], or with the 2 second; any strides.
+  /// [tokens, heads, D]; tokens / B query tokens per sequence, in order, which are its last tokens.
+  const at::Tensor& q;
+  /// [2, blocks, block_size, KV heads, D], or with the 2 as second dimension; any strides.
+  const at::Tensor& kv_cache;
   const at::Tensor& block_table;  ///< [B, blocks of a sequence] int32.
-  const at::Tensor& seq_lens;     ///< [B] int32 or int64: tokens on all KVP ranks, those of q included.
+  const at::Tensor& seq_lens;     ///< [B] int32 or int64: tokens on all KVP ranks, including those of q.
   double scale;
   std::int64_t kvp_size, kvp_rank, interleave;
   bool block_first;
@@ -97,8 +99,8 @@ inline void check(const AttentionCall& call) {
               "; give one in [0, ", call.kvp_size, ")");
 }
 
-/// The cache as it lies. A tensor tells its strides, so that one function serves NHD, HND, either place of
-/// the 2, and a layer of a pool of many: foreign_kv.hpp is for engines that have a pointer alone.
+/// The cache as it lies in memory. A tensor has strides, so one function serves NHD, HND, both places of the
+/// 2, and a single layer of a larger pool. foreign_kv.hpp is for engines that have only a pointer.
 inline helix::KvView kv_view_of(const AttentionCall& call) {
   const at::Tensor k = call.kv_cache.select(call.block_first ? 1 : 0, 0);
   const at::Tensor v = call.kv_cache.select(call.block_first ? 1 : 0, 1);
@@ -114,14 +116,14 @@ inline helix::KvView kv_view_of(const AttentionCall& call) {
   kv.v = v.data_ptr();
   kv.num_pages = k.size(0);
   kv.page_table = call.block_table.const_data_ptr<std::int32_t>();
-  // Rows may be slices of a longer table.
+  // The rows may be slices of a longer table.
   kv.max_pages = call.block_table.size(0) > 1 ? call.block_table.stride(0) : call.block_table.size(1);
   kv.layout = helix::KvLayout(call.kvp_size, call.interleave);
   kv.kvp_rank = call.kvp_rank;
   return kv;
 }
 
-/// The batch of a call: each sequence brings its last tokens / B tokens.
+/// The batch of a call: each sequence contributes its last tokens / B tokens.
 struct Step {
   std::vector<std::int32_t> query_offsets_host;
   at::Tensor query_offsets, positions, slots;
@@ -134,7 +136,7 @@ struct Step {
     slots = at::arange(sequences + 1, integers);
     query_offsets = each == 1 ? slots : slots * each;
     at::Tensor last = seq_lens.to(at::kLong).sub(1);
-    // A sequence shorter than its queries has padding at its front: position -1.
+    // A sequence with fewer tokens than queries is padded at its front with position -1.
     if (each > 1) last = last.unsqueeze(1) + at::arange(1 - each, 1, last.options());
     positions = last.clamp_min(-1).contiguous();
   }
@@ -166,15 +168,16 @@ TensorPair partial_attention(B& backend, const AttentionCall& call, typename B::
                             .soft_cap = static_cast<float>(call.soft_cap),
                             .workspace = {static_cast<std::byte*>(workspace.data_ptr()), bytes}},
                            stream);
-  if (q.is_cpu()) backend.synchronize(stream);  // on a GPU torch's own stream orders it
+  if (q.is_cpu()) backend.synchronize(stream);  // on a GPU torch's own stream orders this
   return {out, lse};
 }
 
-/// One size of exchange of a group: KvpAllToAll owns the messages.
+/// The exchange of one size of a group; KvpAllToAll owns the messages.
 template <class B>
 struct Exchange {
   B backend;
-  typename B::Stream stream;  ///< The queue of the host's backend; GPUs take torch's current stream.
+  /// The queue of the CPU backend; GPUs use torch's current stream.
+  typename B::Stream stream;
   helix::KvpAllToAll<B> all_to_all;
 
   Exchange(B rank, typename B::Stream queue, const helix::KvpAllToAllSpec& spec)
@@ -206,7 +209,7 @@ TensorPair exchange_partials(Exchange<B>& exchange, const at::Tensor& out, const
                              const std::optional<at::Tensor>& positions, typename B::Stream stream) {
   const auto received = send(exchange, out, lse, positions, stream);
   if (out.is_cpu()) exchange.backend.synchronize(stream);
-  // The next exchange writes to these messages.
+  // Copies are needed because the next exchange overwrites these messages.
   return {copy_of(received.out, out.options()), copy_of(received.lse, lse.options())};
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.helix: the schemas, and the operators on the CPU, whose ranks exchange through torch.distributed.
+// torch.ops.helix: the schemas, and the CPU operators, whose ranks exchange through torch.distributed.
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -20,7 +20,7 @@
 namespace helix_torch {
 namespace {
 
-/// What an exchange calls of a communicator, over a process group of any backend that torch has for the CPU.
+/// The communicator functions that an exchange calls, over a process group of any CPU backend of torch.
 class GroupComm {
  public:
   explicit GroupComm(const Group& group)
@@ -40,13 +40,13 @@ class GroupComm {
     });
   }
 
-  /// The process group's timeout ends the waits of the others, and torchrun the job.
+  /// Does nothing: the process group's timeout ends the waits of the other ranks, and torchrun ends the job.
   void abort(std::string_view reason) const noexcept {
     TORCH_WARN("rank ", rank_, " of ", name_, ": ", reason);
   }
 
  private:
-  /// Boxed, as the type of group_name has changed between versions of torch.
+  /// Boxed, because the type of group_name has changed between versions of torch.
   static void call(const char* name, torch::jit::Stack& stack) {
     c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
   }
@@ -55,8 +55,8 @@ class GroupComm {
   int rank_, size_;
 };
 
-/// One rank of a group: the library's operations, and three lines that say which communicator it exchanges
-/// through.
+/// One rank of a group: the library's operations, and three lines that select the communicator of its
+/// exchanges.
 class GroupBackend : public helix::cpu::Operators {
  public:
   using Comm = GroupComm;
@@ -70,7 +70,7 @@ class GroupBackend : public helix::cpu::Operators {
   std::shared_ptr<GroupComm> comm_;
 };
 
-/// A rank alone, for what needs no other. Lives as long as the process.
+/// A single rank, for operations that need no other rank. Lives as long as the process.
 struct Alone {
   helix::cpu::Backend<helix::cpu::LocalComm> backend{at::get_num_threads()};
   helix::cpu::Stream stream = backend.create_stream();
@@ -86,7 +86,7 @@ void check_activation(const char* name, const at::Tensor& tensor) {
               "; the CPU's activations are Float");
 }
 
-/// Lengths and block ids can be read here: a wrong one is an error and not a wild read.
+/// On the CPU lengths and block ids can be checked here, so a wrong one is an error and not a wild read.
 void check_blocks(const AttentionCall& call) {
   const helix::KvView kv = kv_view_of(call);
   const at::Tensor lengths = call.seq_lens.to(at::kLong);

@@ -18,21 +18,23 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Whether there is something to open. What cannot be looked at counts: opening it says why.
+/// Whether `path` exists. A path that cannot be examined counts as existing, so that opening it reports the
+/// reason.
 bool is_there(const fs::path& path) {
   std::error_code failure;
   return fs::status(path, failure).type() != fs::file_type::not_found;
 }
 
-/// As is_there(), also of a link that leads nowhere.
+/// Like is_there(), but also true for a link whose target does not exist.
 bool is_named(const fs::path& path) {
   std::error_code failure;
   return fs::symlink_status(path, failure).type() != fs::file_type::not_found;
 }
 
-constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // of a million tensors
+constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // enough for a million tensors
 
-/// Sums of the files, which bound what a plan costs and keep sums of weights far inside int64.
+/// Totals over the weight files. Their limits bound what a plan costs and keep sums of weights far inside
+/// int64.
 class Totals {
  public:
   explicit Totals(std::string directory) : directory_(std::move(directory)) {}
@@ -42,7 +44,7 @@ class Totals {
     constexpr std::uint64_t kMaxHeaderBytes = std::uint64_t{1} << 27;
     tensors_ += file.tensors().size();
     header_bytes_ += file.header_bytes();
-    bytes_ += file.size();  // before it at most 2^50, itself below 2^63
+    bytes_ += file.size();  // cannot overflow: the sum so far is at most 2^50, and a file is below 2^63
     HELIX_EXPECTS(tensors_ <= kMaxTensors && header_bytes_ <= kMaxHeaderBytes && bytes_ <= kMaxBytes,
                   ErrorCode::invalid_file, directory_, ": up to ", file.path(), " the weight files have ",
                   tensors_, " tensors, ", header_bytes_, " bytes of headers and ", bytes_,
@@ -91,7 +93,7 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
       parse_weight_map(read_text(index, kMaxIndexBytes), index.string());
   std::set<std::string> names;
   for (const auto& [tensor, shard] : shards) names.insert(shard);
-  files_.reserve(names.size());  // entries_ points into it
+  files_.reserve(names.size());  // entries_ points into files_, so it must not reallocate
   std::map<std::string, const SafetensorsFile*> by_name;
   for (const std::string& name : names) {
     const fs::path path = directory_ / name;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// JsonEvents: the parser, which no other file knows, and what is refused, in words.
+// JsonEvents: the parser library, which no other file includes, and the error messages.
 #include "checkpoint/json_events.hpp"
 
 #include <nlohmann/json.hpp>
@@ -11,8 +11,9 @@
 namespace helix::decode {
 namespace {
 
-/// What nlohmann's parser says is wrong, without its exception's name and, in a text of one line, without the
-/// line: "[json.exception.parse_error.101] parse error at line 2, column 1: syntax error while parsing ...".
+/// The parser's error message without the name of its exception and, for a text of one line, without the line
+/// number: "[json.exception.parse_error.101] parse error at line 2, column 1: syntax error while parsing
+/// ...".
 std::string_view reason(std::string_view what) {
   const auto drop_through = [&](std::string_view end) {
     if (const std::size_t at = what.find(end); at != std::string_view::npos)
@@ -24,8 +25,8 @@ std::string_view reason(std::string_view what) {
   return what;
 }
 
-/// The events of nlohmann's parser. JsonEvents does not take them itself, because its readers would all
-/// include the library.
+/// Receives the events of nlohmann's parser. JsonEvents does not receive them itself, because then all its
+/// readers would include the library.
 class ParserEvents {
  public:
   explicit ParserEvents(JsonEvents& events) : events_(events) {}
@@ -36,7 +37,7 @@ class ParserEvents {
   bool number_unsigned(std::uint64_t value) { return events_.number_unsigned(value); }
   bool number_float(double value, const std::string& text) { return events_.number_float(value, text); }
   bool string(std::string& value) { return events_.string(value); }
-  bool binary(nlohmann::json::binary_t&) { return false; }  // which text does not hold
+  bool binary(nlohmann::json::binary_t&) { return false; }  // a JSON text holds no binary values
   bool start_object(std::size_t size) { return events_.start_object(size); }
   bool key(std::string& key) { return events_.key(key); }
   bool end_object() { return events_.end_object(); }
@@ -55,7 +56,7 @@ class ParserEvents {
 void JsonEvents::parse(std::string_view text) {
   ParserEvents events(*this);
   nlohmann::json::sax_parse(text.begin(), text.end(), &events);
-  // nlohmann's parser takes a NUL behind a value for the end.
+  // nlohmann's parser takes a NUL after a value for the end of the text.
   if (const std::size_t at = text.find('\0'); at != std::string_view::npos) parse_error(at + 1, "a NUL byte");
 }
 

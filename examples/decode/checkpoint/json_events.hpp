@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// JsonEvents: a JSON document from a file that nobody vouches for, taken piece by piece without a copy of it.
+// JsonEvents: reads a JSON document from an untrusted file event by event, without building a copy of it.
 #pragma once
 
 #include <cstddef>
@@ -9,20 +9,21 @@
 
 namespace helix::decode {
 
-/// Base of readers that take a document in one pass. A reader overrides the events that it expects; any other
-/// one is refused. Beyond its own bytes a document costs what the reader keeps of it. An event returns
-/// whether to go on, which is always true: what is refused throws.
+/// Base class of readers that take a document in one pass. A reader overrides the events that it expects; any
+/// other event is refused. Memory beyond the text itself is only what the reader keeps. Each event returns
+/// whether to go on, which is always true, because a refusal throws.
 class JsonEvents {
  public:
-  /// Nesting that no config, index, prompt or measurement comes near.
+  /// Deepest nesting that is accepted; no config, index, prompt or measurement comes near it.
   static constexpr std::size_t kMaxNesting = 16;
 
-  /// `file`: its name, for messages; outlives the reader.
+  /// `file` is the file's name for messages; the string must outlive the reader.
   explicit JsonEvents(std::string_view file) : file_(file) {}
   virtual ~JsonEvents() = default;
 
-  /// Reads the whole of `text`. @throws Error(invalid_file) naming the file for malformed text, such as one
-  /// with a NUL, and what the events throw.
+  /// Reads the whole of `text`.
+  /// @throws Error(invalid_file) naming the file if the text is malformed, for example if it has a NUL, and
+  /// whatever the events throw.
   void parse(std::string_view text);
 
   virtual bool null() { return unexpected("null"); }
@@ -36,11 +37,13 @@ class JsonEvents {
   virtual bool end_object() { return unexpected("the end of an object"); }
   virtual bool start_array(std::size_t size);
   virtual bool end_array() { return unexpected("the end of an array"); }
-  /// The text is no JSON from byte `position` on. `why` quotes it, and so may hold any bytes.
+  /// Called when the text is not JSON from byte `position` on. `why` quotes the text, so it may hold any
+  /// bytes.
   virtual bool parse_error(std::size_t position, std::string_view why);
 
  protected:
-  /// Refuses what came instead of what was expected. Throws; bool serves the events.
+  /// Refuses an event that was not expected. Always throws; returns bool so that events can return its
+  /// result.
   virtual bool unexpected(const std::string& what);
 
   std::string_view file() const { return file_; }

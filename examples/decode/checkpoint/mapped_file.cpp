@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mappings, and the handler that knows them.
+// Memory mappings, and the SIGBUS handler that knows them.
 #include "checkpoint/mapped_file.hpp"
 
 #include <array>
@@ -20,7 +20,8 @@
 namespace helix::decode {
 namespace {
 
-/// A mapping as the handler reads it, which may interrupt anything: no lock, no allocation.
+/// A mapping as the signal handler reads it. The handler may interrupt anything, so there is no lock and no
+/// allocation.
 struct Known {
   static constexpr std::size_t kMaxName = 4096;  // Linux's PATH_MAX
 
@@ -29,7 +30,8 @@ struct Known {
   std::array<char, kMaxName> name{};
 };
 
-/// Files of a checkpoint that are named; more of them are mapped as well, and end the process without a name.
+/// The mappings that the handler can name. Further files are mapped too, but a SIGBUS on one of them ends the
+/// process without naming the file.
 std::array<Known, 512> g_known;
 const char* g_program = "";
 
@@ -52,7 +54,7 @@ void leave(std::span<const std::byte> bytes) {
   }
 }
 
-/// Ends the process with one line, in one call, whatever the number of threads that get here.
+/// Ends the process with one line, written by one call, however many threads get here at once.
 [[noreturn]] void end_process(const char* file) {
   static std::atomic_flag is_ending = ATOMIC_FLAG_INIT;
   while (is_ending.test_and_set()) ::pause();
@@ -64,8 +66,8 @@ void leave(std::span<const std::byte> bytes) {
   ::_exit(1);
 }
 
-/// madvise() of the pages that hold `bytes`. Rounding outwards is safe: the mapping is read-only, so a
-/// neighbour's page comes back from the page cache.
+/// Calls madvise() on the pages that hold `bytes`. Rounding outwards is safe: the mapping is read-only, so a
+/// dropped neighbouring page comes back from the page cache.
 int advise(std::span<const std::byte> bytes, int advice) noexcept {
   static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()) / page * page;
@@ -80,7 +82,8 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
     if (begin <= 1 || address < begin || address >= known.end.load()) continue;
     end_process(known.name.data());
   }
-  std::signal(signal, SIG_DFL);  // the access is repeated, and ends the process
+  // The handler returns, the access repeats, and the default action ends the process.
+  std::signal(signal, SIG_DFL);
 }
 
 }  // namespace
@@ -102,9 +105,9 @@ MappedFile::~MappedFile() {
 
 void MappedFile::prefault(std::span<const std::byte> bytes) const noexcept {
   if (bytes.empty()) return;
-  // Each touch maps the 64 KiB around it, as far as they are cached. For 2.4 GB, cached in small folios, two
-  // threads take 100 ms; MADV_POPULATE_READ took them 200 and one thread 150. From the disk nothing was
-  // faster.
+  // Each touch maps the 64 KiB around it, as far as they are in the page cache. For 2.4 GB cached in small
+  // folios this takes two threads 100 ms; MADV_POPULATE_READ took two threads 200 ms and one thread 150 ms.
+  // When reading from disk nothing was faster.
   constexpr std::size_t kAround = std::size_t{64} << 10;
   const volatile std::byte* const data = bytes.data();
   for (std::size_t i = 0; i < bytes.size(); i += kAround) static_cast<void>(data[i]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MappedFile: a file's bytes in place, and what becomes of a program that touches those that are gone.
+// MappedFile: a file's bytes mapped into memory, and a clear error when the mapped bytes disappear.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,8 @@ namespace helix::decode {
 /// A regular file mapped read-only. Const functions may be called from many threads at once.
 class MappedFile {
  public:
-  /// Maps the whole of `file`, which may be closed afterwards. @throws Error(io).
+  /// Maps the whole of `file`, which may be closed afterwards.
+  /// @throws Error(io).
   explicit MappedFile(const RegularFile& file);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
@@ -20,21 +21,22 @@ class MappedFile {
 
   std::span<const std::byte> bytes() const { return bytes_; }
 
-  /// Makes `bytes` (part of bytes()) resident, reading from the file what no cache holds, so that touching
-  /// them later waits for nothing. Raises SIGBUS, as any touch does, if they are gone.
+  /// Makes `bytes` (part of bytes()) resident, reading uncached pages from the file, so that later accesses
+  /// do not wait. Raises SIGBUS, as any access does, if the file no longer holds them.
   void prefault(std::span<const std::byte> bytes) const noexcept;
 
-  /// Gives back the resident pages under `bytes` (part of bytes()): touching them again faults them in from
-  /// the file.
+  /// Gives back the resident pages under `bytes` (part of bytes()). A later access faults them in from the
+  /// file again.
   void release(std::span<const std::byte> bytes) const noexcept;
 
  private:
   std::span<const std::byte> bytes_;
 };
 
-/// Makes SIGBUS on a MappedFile, whose file shrank or cannot be read any more, end the process with exit code
-/// 1 and one line on standard error that begins with `program` and names the file. Any other SIGBUS ends it
-/// as before. For programs, first in main: a library leaves signals alone. `program` outlives the process.
+/// Installs a SIGBUS handler for files that shrink or become unreadable while mapped. For an access to a
+/// MappedFile it ends the process with exit code 1 and one line on standard error that begins with `program`
+/// and names the file. Any other SIGBUS ends the process as before. Call it first in main of a program; a
+/// library must not change signal handlers. `program` must live until the process ends.
 void guard_mappings(const char* program);
 
 }  // namespace helix::decode

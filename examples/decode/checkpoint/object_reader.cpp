@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ObjectReader: the checks.
+// ObjectReader: the checks of types and ranges.
 #include "checkpoint/object_reader.hpp"
 
 #include <limits>

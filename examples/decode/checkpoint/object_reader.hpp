@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ObjectReader: typed, bounded values out of one JSON object, with errors that name key, value and range.
+// ObjectReader: reads typed, bounded values from one JSON object; errors name key, value and range.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,12 @@
 
 namespace helix::decode {
 
-/// Reads typed, bounded values out of one JSON object, which outlives it. A key that is null counts as given
-/// only for is_null(). Reading functions throw Error(invalid_file) naming file, key, value and expectation.
+/// Reads typed, bounded values from one JSON object, which must outlive the reader. A key whose value is null
+/// counts as present only for is_null(). The reading functions throw Error(invalid_file) naming file, key,
+/// value and expectation.
 class ObjectReader {
  public:
-  /// `prefix`: the path to the object within the file, "" or "rope_scaling." and so on, for messages.
+  /// `prefix` is the path to the object within the file, for messages: "", "rope_scaling." and so on.
   ObjectReader(const nlohmann::json& object, std::string_view file, std::string prefix)
       : object_(object), file_(file), prefix_(std::move(prefix)) {}
 
@@ -42,27 +43,28 @@ class ObjectReader {
   }
   /// The object under `key`; nullopt if it is absent, null or empty.
   std::optional<ObjectReader> object(const char* key) const;
-  /// One integer or a list of them; empty if absent.
+  /// One integer or a list of integers; empty if the key is absent.
   std::vector<std::int64_t> integers(const char* key, std::int64_t low, std::int64_t high,
                                      std::size_t max_size) const;
-  /// The same of ids of tokens, as eos_token_id is written; transformers' -1 is none, and left out.
+  /// One token id or a list of them, the forms of eos_token_id; empty if the key is absent. -1, which means
+  /// none in transformers, is left out.
   std::vector<std::int64_t> token_ids(const char* key, std::size_t max_size) const;
   /// The value under `key`; nullptr if it is absent or null.
   const nlohmann::json* find(const char* key) const;
   const nlohmann::json& json() const { return object_; }
 
-  /// Throws Error(invalid_file): the key's value is not what was expected.
+  /// Throws Error(invalid_file) saying that the key's value is not what was expected.
   template <class... Parts>
   [[noreturn]] void fail(const char* key, const nlohmann::json& value, const Parts&... expected) const {
     throw Error(ErrorCode::invalid_file, file_, ": ", prefix_, key, " is ", shown(value), "; expected ",
                 expected...);
   }
-  /// Throws Error(invalid_file): the key is missing.
+  /// Throws Error(invalid_file) saying that the key is missing.
   template <class... Parts>
   [[noreturn]] void fail_missing(const char* key, const Parts&... expected) const {
     throw Error(ErrorCode::invalid_file, file_, ": ", prefix_, key, " is missing; expected ", expected...);
   }
-  /// Throws Error(unsupported): the key asks for what is not built.
+  /// Throws Error(unsupported) saying that the key asks for something that is not built.
   template <class... Parts>
   [[noreturn]] void unsupported(const char* key, const Parts&... parts) const {
     throw Error(ErrorCode::unsupported, file_, ": ", prefix_, key, parts...);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writing files as a whole.
+// Writing files so that they appear as a whole.
 #include "checkpoint/output_file.hpp"
 
 #include <cerrno>
@@ -25,7 +25,7 @@ namespace fs = std::filesystem;
   throw Error(ErrorCode::io, path.string(), ": ", what, ": ", std::strerror(reason));
 }
 
-/// Writes all of `text`. Returns 0 or the reason.
+/// Writes all of `text`. Returns 0 or an errno value.
 int write_all(int descriptor, std::string_view text) {
   while (!text.empty()) {
     const ssize_t count = ::write(descriptor, text.data(), text.size());
@@ -36,8 +36,8 @@ int write_all(int descriptor, std::string_view text) {
   return 0;
 }
 
-/// The descriptor of standard output or error if `status` is the same file, else -1. Such a one must not be
-/// replaced: what is printed would go to the file that is gone.
+/// The descriptor of standard output or standard error if `status` is the same file, else -1. Such a file
+/// must not be replaced: later output would go to the deleted file.
 int standard_descriptor(const struct stat& status) {
   for (const int descriptor : {STDOUT_FILENO, STDERR_FILENO}) {
     struct stat open = {};
@@ -48,7 +48,7 @@ int standard_descriptor(const struct stat& status) {
   return -1;
 }
 
-/// Opens what is there and is no regular file. A FIFO without a reader refuses while O_NONBLOCK is set.
+/// Opens an existing file that is not a regular file. With O_NONBLOCK, opening a FIFO without a reader fails.
 int open_in_place(const fs::path& path) {
   constexpr auto kPatience = std::chrono::seconds(60);
   const auto start = std::chrono::steady_clock::now();
@@ -68,14 +68,15 @@ fs::path folder_of(const fs::path& path) {
   return path.has_parent_path() ? path.parent_path() : fs::path(".");
 }
 
-/// A new file in the folder of `path`, to be given its name. Its own is short: that of `path` may have all
-/// the bytes that a name can have.
+/// A new file in the folder of `path`, which is later renamed to `path`. Its own name is short, because the
+/// name in `path` may already have the maximum length.
 struct FileBeside {
   fs::path path;
   int descriptor = -1;
 
   explicit FileBeside(const fs::path& target) {
-    constexpr int kNames = 100;  // of processes of one number, as those of containers, and of killed ones
+    // Lower numbers may be taken: by processes with the same id, as in containers, or by killed ones.
+    constexpr int kNames = 100;
     for (int i = 0; i < kNames && descriptor < 0 && (i == 0 || errno == EEXIST); ++i) {
       path = folder_of(target) / (".helix." + std::to_string(::getpid()) + "." + std::to_string(i) + ".part");
       descriptor = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -85,7 +86,7 @@ struct FileBeside {
   }
 };
 
-/// Writes to a file beside `path` and gives it that name.
+/// Writes to a temporary file in the same folder, then renames it to `path`.
 void replace(const fs::path& path, std::string_view text, const struct stat* old) {
   const FileBeside beside(path);
   if (old != nullptr) static_cast<void>(::fchmod(beside.descriptor, old->st_mode & 07777));
@@ -97,8 +98,8 @@ void replace(const fs::path& path, std::string_view text, const struct stat* old
   fail(path, "cannot be written", reason);
 }
 
-/// Where `path` leads to: a link stays, its target is replaced. One that leads nowhere would be replaced
-/// itself, as /dev/stdout where standard output is closed.
+/// The file that `path` leads to: a link stays and its target is replaced. A link without a target is itself
+/// replaced, as /dev/stdout is where standard output is closed.
 fs::path target_of(const fs::path& path) {
   std::error_code failure;
   const fs::path target = fs::canonical(path, failure);
@@ -116,7 +117,7 @@ void check_folder(const fs::path& folder, const fs::path& path) {
   if (::access(folder.c_str(), W_OK | X_OK) != 0) fail(path, "its folder cannot be written", errno);
 }
 
-/// By a file that is made and removed: a folder's permissions do not tell all.
+/// Creates and removes a file to find out: a folder's permissions do not tell everything.
 void check_replaceable(const fs::path& path) {
   const fs::path target = target_of(path);
   check_folder(folder_of(target), path);

@@ -26,7 +26,7 @@ const char* kind_of(mode_t mode) {
 }  // namespace
 
 RegularFile::RegularFile(const std::filesystem::path& path) : path_(path.string()) {
-  // O_NONBLOCK: opening a FIFO does not wait for a writer. It means nothing to regular files.
+  // O_NONBLOCK keeps open() from waiting for the writer of a FIFO. It has no effect on regular files.
   descriptor_ = ::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
   HELIX_EXPECTS(descriptor_ >= 0, ErrorCode::io, path_, ": cannot open: ", std::strerror(errno));
   struct stat status = {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Headers and data of safetensors files.
+// Reading the headers and the data of safetensors files.
 #include "checkpoint/safetensors.hpp"
 
 #include <algorithm>
@@ -52,8 +52,9 @@ std::string type_names() {
   return names;
 }
 
-/// Takes the header's JSON event by event and stops at the first that the format does not allow, so that a
-/// hostile header cannot nest and costs a few times its own bytes, for one text that has all of them.
+/// Takes the header's JSON event by event and stops at the first event that the format does not allow. A
+/// hostile header therefore cannot nest, and costs only a few times its own bytes, for one text that holds
+/// all of them.
 class HeaderReader : public JsonEvents {
  public:
   using JsonEvents::JsonEvents;
@@ -252,7 +253,7 @@ class HeaderReader : public JsonEvents {
   std::vector<TensorInfo> tensors_;
 };
 
-/// Type, shape and offsets of one tensor agree, and it lies inside the data.
+/// Checks that the type, shape and offsets of one tensor agree, and that the tensor lies inside the data.
 void check_extent(const TensorInfo& tensor, std::uint64_t data_bytes, std::string_view file) {
   const auto fail = [&](const auto&... parts) {
     throw Error(ErrorCode::invalid_file, file, ": tensor ", printable(tensor.name), ": ", parts...);
@@ -279,10 +280,11 @@ void check_extent(const TensorInfo& tensor, std::uint64_t data_bytes, std::strin
 /// First byte of a tensor, and one past its last.
 using Extent = std::pair<std::uint64_t, std::uint64_t>;
 
-/// Every byte of the data belongs to exactly one tensor. `extents`: those of `tensors`, in any order.
+/// Checks that every byte of the data belongs to exactly one tensor. `extents` are those of `tensors`, in any
+/// order.
 void check_coverage(std::vector<Extent> extents, const std::vector<TensorInfo>& tensors,
                     std::uint64_t data_bytes, std::string_view file) {
-  // Most headers have the order of the data.
+  // In most headers the tensors already have the order of the data.
   if (!std::is_sorted(extents.begin(), extents.end())) std::sort(extents.begin(), extents.end());
   std::uint64_t covered = 0;
   for (const Extent& extent : extents) {
@@ -302,14 +304,14 @@ void check_coverage(std::vector<Extent> extents, const std::vector<TensorInfo>& 
                 " of the data, which has ", data_bytes);
 }
 
-/// The length of the header at the beginning of `bytes`, at least 8.
+/// The header's length, read from the beginning of the file; `bytes` has at least 8.
 std::uint64_t header_length(std::span<const std::byte> bytes) {
   std::uint64_t length = 0;
   for (unsigned i = 0; i < kLengthBytes; ++i) length |= static_cast<std::uint64_t>(bytes[i]) << (8 * i);
   return length;
 }
 
-/// The beginning of the file: its header as far as the file and the format let it go.
+/// The beginning of the file: the header, cut to the size of the file and the format's limit.
 std::vector<std::byte> read_header(const RegularFile& file) {
   std::vector<std::byte> bytes(static_cast<std::size_t>(std::min(file.size(), kLengthBytes)));
   file.read(0, bytes);

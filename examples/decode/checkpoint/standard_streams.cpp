@@ -14,7 +14,7 @@ void prepare_standard_streams() {
   for (const int number : {SIGPIPE, SIGXFSZ}) std::signal(number, SIG_IGN);
   for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(descriptor, F_GETFD) >= 0 || errno != EBADF) continue;
-    // Gets the lowest number that is free, which is this one.
+    // open() returns the lowest free descriptor, which is this one.
     if (::open("/dev/null", descriptor == STDERR_FILENO ? O_RDWR : O_RDONLY) < 0) return;
   }
 }

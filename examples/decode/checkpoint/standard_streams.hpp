@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The standard streams, which may be closed, full or somebody's file.
+// Prepares the standard streams, which may be closed, full or redirected to a file.
 #pragma once
 
 #include <string_view>
 
 namespace helix::decode {
 
-/// Opens /dev/null for each of standard input, output and error that is closed: the first files that are
-/// opened would take their numbers. What is written to such a standard output still fails. A write to a pipe
-/// that nobody reads any more, or beyond the limit of a file's size, fails too from now on, and sends no
-/// signal. For programs, first in main.
+/// Opens /dev/null for each of standard input, output and error that is closed; otherwise the first opened
+/// files would get these descriptors. Writing to a standard output that was closed still fails. Also ignores
+/// the signals for writing to a pipe without a reader and beyond the file size limit, so that such writes
+/// fail with an error. Call it first in main of a program.
 void prepare_standard_streams();
 
-/// Writes `text` to standard error. Where it cannot be written nobody is left to hear of it.
+/// Writes `text` to standard error. Ignores failures: there is nowhere left to report them.
 void print_error(std::string_view text) noexcept;
 
 }  // namespace helix::decode

@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::size_t kMaxQuotedBytes = 100;
 
-/// Builds the document. nlohmann's parser with a callback, which also could refuse, looks at all elements of
-/// an array each time that one ends: 24 s for 1 MB.
+/// Builds the document. nlohmann's parser with a callback could also refuse values, but it visits all
+/// elements of an array each time that one ends: 24 s for 1 MB.
 class DocumentBuilder : public JsonEvents {
  public:
   using JsonEvents::JsonEvents;
@@ -44,8 +44,8 @@ class DocumentBuilder : public JsonEvents {
   }
 
  private:
-  /// Puts `value` in the next place. The place stays where it is while the value is open: its array or object
-  /// gets another one only once it is closed.
+  /// Puts `value` in the next place of the document. The place does not move while the value is open: its
+  /// array or object gets another element only after the value is closed.
   template <class T>
   bool add(T&& value) {
     HELIX_EXPECTS(++num_values_ <= kMaxJsonValues, ErrorCode::invalid_file, file(), ": holds more than ",
@@ -77,7 +77,7 @@ class DocumentBuilder : public JsonEvents {
 
   nlohmann::json document_;
   std::vector<nlohmann::json*> open_;
-  nlohmann::json* member_ = nullptr;  // of the innermost object, whose key came last
+  nlohmann::json* member_ = nullptr;  // value place of the last key of the innermost object
   nlohmann::json* last_ = nullptr;
   std::size_t num_values_ = 0;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// JSON from files that nobody vouches for: a bounded parser, and file contents made safe to print.
+// A bounded parser for untrusted JSON, and functions that make file contents safe to print.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,14 @@
 
 namespace helix::decode {
 
-/// Most values, keys' and arrays' included, of a document that is kept whole. The largest real ones, configs
-/// that name 21,000 classes twice, have 45,000. A value takes up to 160 bytes, so no document, whatever its
-/// size, takes more than 11 MB beside its text.
+/// Maximum number of values in a document that is kept in memory, keys and array elements included. The
+/// largest real documents, configs that name 21,000 classes twice, have 45,000. A value takes up to 160
+/// bytes, so no document takes more than 11 MB besides its text.
 inline constexpr std::size_t kMaxJsonValues = 65'536;
 
-/// Parses `text`, in time linear in its size. Unlike nlohmann::json::parse it rejects keys that appear twice
-/// in an object (the last would silently win), nesting deeper than 16 and more than kMaxJsonValues values.
+/// Parses `text` in time linear in its size. Unlike nlohmann::json::parse it rejects repeated keys in an
+/// object (where the last one would silently win), nesting deeper than 16 and more than kMaxJsonValues
+/// values.
 /// @throws Error(invalid_file) naming `file`, for these and for any malformed text.
 nlohmann::json parse_strict_json(std::string_view text, std::string_view file);
 

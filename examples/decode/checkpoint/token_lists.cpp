@@ -85,7 +85,7 @@ TokenLists parse_token_lists(std::string_view json, std::string_view file) {
 }
 
 TokenLists read_token_lists(const std::filesystem::path& file) {
-  constexpr std::uint64_t kMaxBytes = 1'000'000'000;  // ids of more than 100 million tokens
+  constexpr std::uint64_t kMaxBytes = 1'000'000'000;  // enough for the ids of more than 100 million tokens
   return parse_token_lists(read_text(file, kMaxBytes), file.string());
 }
 

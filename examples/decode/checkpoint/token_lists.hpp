@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of prompts and continuations.
+// Reads files of prompts and continuations.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,12 @@
 
 namespace helix::decode {
 
-/// Parses a JSON array of arrays of token ids, in one pass and 4 bytes a token.
+/// Parses a JSON array of arrays of token ids in one pass, with 4 bytes of memory per token.
 /// @throws Error(invalid_file) naming `file` and the entry.
 std::vector<std::vector<std::int32_t>> parse_token_lists(std::string_view json, std::string_view file);
 
-/// parse_token_lists() of a file. @throws Error(io) too.
+/// Reads `file` and parses it with parse_token_lists().
+/// @throws Error(io) too.
 std::vector<std::vector<std::int32_t>> read_token_lists(const std::filesystem::path& file);
 
 }  // namespace helix::decode

@@ -21,8 +21,8 @@ bool is_plain_file_name(std::string_view name) {
          name.find_first_of("/\\") == std::string_view::npos && name.find('\0') == std::string_view::npos;
 }
 
-/// Takes the members of weight_map and passes over everything else: an index of the largest models has
-/// 100,000 tensors, and a document of it would hold all of them once more.
+/// Takes the members of weight_map and skips everything else. The index of a large model has 100,000 tensors,
+/// and a document tree would hold all of them a second time.
 class WeightMapReader : public JsonEvents {
  public:
   using JsonEvents::JsonEvents;
@@ -70,7 +70,7 @@ class WeightMapReader : public JsonEvents {
 
   static constexpr std::string_view kExpectedMap = "; expected an object of tensor names and files";
 
-  /// Passes over a value that is not a file name in its place.
+  /// Skips a value that is not a shard name in weight_map.
   bool value(std::string_view type) const {
     HELIX_EXPECTS(!is_in_map(), ErrorCode::invalid_file, file(), ": weight_map: ", printable(tensor_),
                   " is a ", type, "; expected a file name");

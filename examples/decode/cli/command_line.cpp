@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CLI11 with counts, and with errors that say what to do.
+// CLI11, extended by counts and by error messages that say what to do.
 #include "cli/command_line.hpp"
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 namespace helix::decode {
 namespace {
 
-/// Lower case without leading dashes, and with dashes for underscores.
+/// The option name in lower case, without leading dashes and with dashes instead of underscores.
 std::string plain(std::string_view name) {
   name.remove_prefix(std::min(name.find_first_not_of('-'), name.size()));
   std::string text(name);
@@ -27,9 +27,9 @@ std::string plain(std::string_view name) {
   return text;
 }
 
-/// Edits that make `b` of `a`: a letter put in, left out or swapped with its neighbour is one, another letter
-/// two. To leave letters out is the usual mistake: "max-token" is nearer to --max-new-tokens than to
-/// --page-tokens.
+/// The edit distance from `b` to `a`. Inserting or leaving out a letter, or swapping two neighbours, costs
+/// one; replacing a letter costs two. Leaving letters out is the usual mistake: "max-token" is nearer to
+/// --max-new-tokens than to --page-tokens.
 std::size_t distance(const std::string& a, const std::string& b) {
   std::vector<std::vector<std::size_t>> edits(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
   for (std::size_t i = 0; i <= a.size(); ++i) {
@@ -56,7 +56,7 @@ std::vector<std::string> option_names(const CLI::App& app) {
   return names;
 }
 
-/// What is on the command line and is neither an option nor the value of one.
+/// Throws for a word on the command line that is neither an option nor the value of one.
 [[noreturn]] void throw_unexpected(const CLI::App& app, const std::vector<std::string>& extras) {
   const auto option = std::find_if(extras.begin(), extras.end(),
                                    [](const std::string& text) { return text.starts_with('-'); });
@@ -68,7 +68,7 @@ std::vector<std::string> option_names(const CLI::App& app) {
               nearest.empty() ? std::string("; see --help") : "; did you mean " + nearest + "?");
 }
 
-/// CLI11 counts what it required and received.
+/// CLI11's own message only counts the values that it required and received.
 void expect_given_once(const CLI::App& app) {
   for (const CLI::Option* const option : app.get_options()) {
     if (option->get_items_expected_max() != 1 || option->count() < 2) continue;
@@ -78,13 +78,13 @@ void expect_given_once(const CLI::App& app) {
   }
 }
 
-/// Whether the option is a whole number.
+/// Whether the option's value is a whole number.
 bool is_whole(const CLI::Option& option) {
   return option.get_type_name().find("INT") != std::string::npos;
 }
 
-/// CLI11 takes an empty value for 0, or for none, a whole number that begins with 0 for octal, and other
-/// numbers in hexadecimal too.
+/// Refuses values that CLI11 misreads. It takes an empty value for 0 or for no value, a whole number that
+/// begins with 0 for octal, and other numbers in hexadecimal too.
 void expect_values(const CLI::App& app) {
   for (const CLI::Option* const option : app.get_options()) {
     if (option->count() == 0 || option->get_items_expected_max() == 0) continue;
@@ -103,7 +103,7 @@ void expect_values(const CLI::App& app) {
   }
 }
 
-/// What CLI11 could not convert, which names the option and its value.
+/// Reports a value that CLI11 could not convert; the message names the option and its value.
 [[noreturn]] void throw_unconverted(const CLI::App& app, const CLI::ConversionError& error) {
   const std::string text = error.what();
   for (const CLI::Option* const option : app.get_options()) {
@@ -158,7 +158,7 @@ bool parse_command_line(CLI::App& app, int argc, const char* const* argv) {
     std::cout << version.what() << '\n';
     return false;
   } catch (const CLI::ParseError& error) {
-    // First of all: what is missing or wrong may follow from a misspelt name.
+    // Unknown options come first: an option that seems missing or wrong may follow from a misspelt name.
     const std::vector<std::string> extras = app.remaining();
     if (!extras.empty()) throw_unexpected(app, extras);
     expect_given_once(app);
@@ -177,7 +177,7 @@ std::string nearest_name(std::string_view wrong, const std::vector<std::string>&
   for (const std::string& name : names) {
     const std::string other = plain(name);
     const std::size_t edits = distance(given, other);
-    // A name is near if most of its letters stay.
+    // A name counts as near only if most of its letters stay.
     if (5 * edits > 2 * std::max(given.size(), other.size())) continue;
     if (nearest.empty() || edits < fewest) {
       nearest = name;

@@ -30,7 +30,7 @@ bool is_digit(char c) {
   return c >= '0' && c <= '9';
 }
 
-/// Takes the digits that `rest` begins with.
+/// Removes and returns the leading digits of `rest`.
 std::string_view take_digits(std::string_view& rest) {
   const auto end = std::find_if_not(rest.begin(), rest.end(), is_digit);
   const auto count = static_cast<std::size_t>(end - rest.begin());
@@ -39,7 +39,7 @@ std::string_view take_digits(std::string_view& rest) {
   return digits;
 }
 
-/// 1024^n of a suffix, 0 for what is none.
+/// The factor 1024^n of a suffix; 0 if the text is no suffix.
 std::int64_t suffix_factor(std::string_view suffix) {
   if (suffix.size() == 2 && suffix[1] == 'i') suffix.remove_suffix(1);
   if (suffix == "K" || suffix == "k") return std::int64_t{1} << 10;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a job decides before its ranks agree.
+// The decisions of one process before the ranks of a job agree.
 #include "cli/job.hpp"
 
 #include <algorithm>
@@ -26,14 +26,16 @@
 namespace helix::decode {
 namespace {
 
-/// Prompt tokens a step that keep a GPU's products busy: weights are read once for all of them. An expert
-/// sees a part: 4096 tokens of six layers of DeepSeek-V2-Lite's shape take 16.6 to 18.1 ms at once, 21.1 in
-/// two (H100). While others decode, they would wait for such a step.
+/// Prompt tokens per step that keep a GPU's products busy: the weights are read once for all of them. Each
+/// expert sees only some of the tokens, so models with experts take more: 4096 tokens through six layers of
+/// DeepSeek-V2-Lite's shape take 16.6 to 18.1 ms in one step and 21.1 ms in two (H100). When serving,
+/// decoding requests would have to wait for such a long step.
 constexpr std::int64_t kGpuPrefillTokens = 2048;
 constexpr std::int64_t kGpuExpertPrefillTokens = 4096;
 
-/// How many ranks --topology auto may take: the launcher's processes, else --ranks, else on GPUs any number
-/// up to theirs, on the CPU one, whose threads share its cores as well as several ranks would.
+/// The numbers of ranks that --topology auto may choose from: the launcher's number of processes, or else
+/// --ranks, or else on GPUs any number up to the number of GPUs, and on the CPU one, because the threads of
+/// one rank use the cores as well as several ranks would.
 std::vector<int> num_ranks(const Options& options, const Launcher& launcher) {
   if (launcher.has_processes()) {
     HELIX_EXPECTS(options.num_ranks == 0 || options.num_ranks == launcher.size(), ErrorCode::invalid_argument,
@@ -48,8 +50,8 @@ std::vector<int> num_ranks(const Options& options, const Launcher& launcher) {
   return counts;
 }
 
-/// What activations are where the command line leaves it open and every rank accepts 16 bits: on GPUs what
-/// the checkpoint was made in, on the CPU what of that it multiplies.
+/// The activation type if the command line leaves it open and every rank accepts 16 bits. On GPUs it is the
+/// checkpoint's type. On the CPU it is bf16 for a bf16 checkpoint, else f32.
 DType widest_choice(const Options& options, const ModelConfig& config) {
   if (options.activation) return *options.activation;
   if (options.verify) return DType::f32;
@@ -57,7 +59,7 @@ DType widest_choice(const Options& options, const ModelConfig& config) {
   return config.dtype == DType::bf16 ? DType::bf16 : DType::f32;
 }
 
-/// What the command line leaves open of the room for requests.
+/// Fills the serving limits that the command line leaves open.
 ServeLimits serve_limits(ServeLimits limits, const ModelConfig& config) {
   constexpr std::int64_t kUsualContext = 8192;
   if (limits.max_tokens == 0) limits.max_tokens = std::min(kUsualContext, config.max_positions);
@@ -65,7 +67,7 @@ ServeLimits serve_limits(ServeLimits limits, const ModelConfig& config) {
   return limits;
 }
 
-/// What the command line leaves open of how tokens are drawn is as generation_config.json says.
+/// Fills the sampling parameters that the command line leaves open from generation_config.json.
 void fill_sampling(const std::set<std::string>& given, const GenerationDefaults& defaults,
                    GenerationRequest& request) {
   const auto fill = [&](const char* option, auto& value, const auto& of_file) {
@@ -95,7 +97,7 @@ Job::Job(Options given, const Launcher& launcher)
              .rank_memory = launcher.rank_memory()},
       checkpoint(options.model),
       config(read_model_config(checkpoint)) {
-  // The CPU's plan is that of f32: its products keep what they round to themselves.
+  // On the CPU the memory plan is that of f32: products keep the 16-bit copies of their inputs themselves.
   if (options.device == Device::cuda) launch.activation = widest_choice(options, config);
   if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
   GenerationRequest& request = options.request;
@@ -109,7 +111,8 @@ Job::Job(Options given, const Launcher& launcher)
     request.serving = serve_limits(options.serve_limits, config);
     fill_sampling(options.given_sampling, defaults, request);
   }
-  // A rounded cache differs between topologies, whose sums round otherwise: what is compared has f32.
+  // Sums round differently under different topologies, so a rounded cache would differ too: --verify compares
+  // with f32.
   request.kv_dtype = !options.kv_dtype_name.empty() ? *parse_dtype(options.kv_dtype_name)
                      : options.verify               ? DType::f32
                                                     : config.dtype;
@@ -159,8 +162,10 @@ void Job::set_room(const PromptRoom& agreed) {
 }
 
 bool Job::is_plan_inside_gpus(const Launcher& launcher) const {
-  constexpr double kUsable = 0.9;      // the rest is for the runtime, communicators and fragmentation
-  std::vector<int> gpus(plan.size());  // of processes each has one, like this one's
+  constexpr double kUsable = 0.9;  // the rest is for the runtime, communicators and fragmentation
+  // GPU of each rank. With one process per rank, each rank has a GPU of its own, like the one of this
+  // process.
+  std::vector<int> gpus(plan.size());
   std::iota(gpus.begin(), gpus.end(), 0);
   if (!launcher.has_processes()) gpus = rank_gpus(*topo, launch);
   return std::ranges::all_of(gpu_bytes(plan, gpus), [&](const auto& need) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Job: what helix-decode knows once its checkpoint is open, from the command line and the launcher.
+// Job: everything that helix-decode knows from its command line, launcher and opened checkpoint.
 #pragma once
 
 #include <optional>
@@ -24,30 +24,31 @@ struct Job {
   std::vector<RankMemory> plan;
 
   /// Opens the checkpoint, decides what the command line leaves open, and plans memory.
-  /// @throws what is wrong with any of them.
+  /// @throws Error for anything wrong with these.
   Job(Options given, const Launcher& launcher);
 
-  /// Sets what all ranks agreed upon; elements of another size make another plan.
+  /// Sets the activation type that all ranks agreed upon; another element size changes the memory plan.
   void set_activation(DType activation);
 
-  /// The room that prompts have by the command line, or else by this process's memory.
+  /// The room for prompts that the command line asks for, or else that this process's memory allows.
   PromptRoom room() const;
-  /// Sets the room that all ranks agreed upon, no larger than room(). What the command line says stays.
+  /// Sets the room that all ranks agreed upon, which is at most room(). Values from the command line stay as
+  /// they are.
   void set_room(const PromptRoom& agreed);
 
-  /// What all processes of the job must have been started with. What each has chosen by its memory is left to
-  /// room().
+  /// The values that must be equal in all processes of the job. Values that each process chose by its memory
+  /// are not among them: room() holds those.
   JobFields fields() const;
 
  private:
-  /// Chooses how prompts are computed where the command line leaves it open, and plans memory.
+  /// Chooses how prompts are computed if the command line leaves it open, and plans memory.
   void choose_prefill(const Launcher& launcher);
-  /// Whether each GPU's ranks leave it some memory. Of all of it, not of what is free, which other
-  /// programs change.
+  /// Whether the ranks of each GPU leave some of its memory unused. Compares with the total memory, because
+  /// other programs change the free memory.
   bool is_plan_inside_gpus(const Launcher& launcher) const;
 };
 
-/// What activations are where the command line leaves it open, once it is known what all machines can do.
+/// The activation type: the command line's, or else the one that suits what all machines can do.
 DType choose_activation(const Job& job, const JobAgreement& agreement);
 
 }  // namespace helix::decode

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rank threads of one process, the memory plan that needs none, and the choice of a launcher.
+// Ranks as threads of one process, their memory plan, and the choice of a launcher.
 #include "cli/launch.hpp"
 
 #include <algorithm>
@@ -106,7 +106,8 @@ GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& conf
   check_request(request, config, topo);
   if (options.device == Device::cuda) return run_local_cuda(checkpoint, config, topo, request, options);
   LaunchOptions here = options;
-  here.num_local_ranks = 0;  // also in a process of a job: --verify runs while the others are done
+  // All ranks run here, even in a process of a larger job: --verify runs when the other processes are done.
+  here.num_local_ranks = 0;
   const int threads = threads_per_rank(here, topo);
   return run_rank_threads(
       cpu::LocalComm::create_group(topo.world_size(), options.timeout),
@@ -129,7 +130,8 @@ std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelCon
 }
 
 void add_fields(JobFields& fields, const LaunchOptions& options) {
-  // A binding, so that a new member does not compile until it is decided upon here.
+  // A structured binding of all members: a new member does not compile until someone decides here whether it
+  // must agree.
   [[maybe_unused]] const auto& [num_threads, show_progress, client, timeout, device, activation, placement,
                                 peer_memory, gpu, num_local_ranks, rank_memory] = options;
   constexpr std::string_view kPeerMemory[] = {"auto", "on", "off"};
@@ -206,7 +208,7 @@ int num_local_processes() {
 
 Device automatic_device() {
   if (visible_gpus() < num_local_processes()) return Device::cpu;
-  // Where only MPI can tell the ranks apart, each process would be a job of its own on the GPU.
+  // If only MPI can tell the ranks apart, each process would be a job of its own on the GPU.
   const bool is_open_mpi = std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr;
   return !is_mpi_process() || is_open_mpi || is_cuda_job() ? Device::cuda : Device::cpu;
 }

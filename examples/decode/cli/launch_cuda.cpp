@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks on GPUs: threads of this process over cuda::LocalComm, cuda::PeerComm or cuda::NcclComm, or one
-// process each over one of the latter two.
+// process per rank over PeerComm or NcclComm.
 #include "cli/launch_cuda.hpp"
 
 #include <algorithm>
@@ -30,8 +30,8 @@ namespace helix::decode {
 
 namespace {
 
-/// The one step that may be queued before the last one is waited for replays the same graph, behind it on the
-/// same stream.
+/// At most one step is queued before the previous step has finished. It replays the same graph on the same
+/// stream, so the two never run at once.
 constexpr auto kGraphUse = cuda::NcclComm::GraphUse::one_at_a_time;
 
 void expect_cuda() {
@@ -61,7 +61,8 @@ bool has_one_gpu_each(const Topology& topo, GpuPlacement placement) {
   return topo.world_size() > 1 && cuda::device_count() >= topo.world_size();
 }
 
-/// What peer memory is asked for in words; whether it can be had shows when the ranks connect.
+/// Name of the transport that was asked for. Whether peer memory is really available shows only when the
+/// ranks connect.
 std::string_view transport_of(const LaunchOptions& options) {
   return options.peer_memory == PeerMemory::off ? "NCCL"
                                                 : "peer memory where GPUs reach each other, else NCCL";
@@ -160,13 +161,13 @@ bool is_cuda_job() {
 
 namespace {
 
-/// What a process takes at most to free all that it has after a failure.
+/// The longest time that a process may take to free its resources after a failure.
 constexpr std::chrono::milliseconds kExitGrace{5000};
 
 class CudaLauncher : public Launcher {
  public:
   explicit CudaLauncher(const comm::BootstrapOptions& options) : bootstrap_(options) {
-    // The last resort: a call of NCCL or CUDA may never return once a peer has stopped, not even aborted.
+    // Last resort: a call of NCCL or CUDA may never return once a peer has stopped, even after an abort.
     bootstrap_.on_failure(
         [rank = options.rank, grace = std::max(kExitGrace, options.timeout)](const Error& error) {
           try {
@@ -178,13 +179,13 @@ class CudaLauncher : public Launcher {
               std::_Exit(1);
             }).detach();
           } catch (...) {
-            // Neither a thread nor memory to be had: the others have been told.
+            // There is no thread or no memory left. The other processes have already been told.
           }
         });
   }
 
-  /// After a failure NCCL may have left a thread in a call that never returns: the end of the program would
-  /// take static memory from under it.
+  /// After a failure, a thread may be stuck in an NCCL call that never returns. A normal exit would destroy
+  /// static objects that this thread still uses.
   ~CudaLauncher() override {
     if (!has_started_ || !bootstrap_.has_failed()) return;
     std::fflush(nullptr);
@@ -193,7 +194,8 @@ class CudaLauncher : public Launcher {
   CudaLauncher(const CudaLauncher&) = delete;
   CudaLauncher& operator=(const CudaLauncher&) = delete;
 
-  /// @throws Error(unsupported) unless this process has a GPU, and tells the others.
+  /// Checks that this process has a GPU; if not, tells the other processes.
+  /// @throws Error(unsupported) if it has none.
   void expect_gpu() {
     if (gpu() < cuda::device_count()) return;
     const Error missing(ErrorCode::unsupported, "--device cuda: local rank ", gpu(),
@@ -228,7 +230,7 @@ class CudaLauncher : public Launcher {
     });
   }
 
-  /// Before run() all ranks fail alike, or rank 0 hears of it.
+  /// Before run() either all ranks fail alike, or rank 0 hears of the failure: only rank 0 prints.
   std::string fail(std::string_view reason) noexcept override {
     bootstrap_.fail(reason);
     if (rank() != 0 && !has_started_) return "";

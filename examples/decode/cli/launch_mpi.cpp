@@ -28,7 +28,8 @@ class MpiLauncher : public Launcher {
   int size() const override { return session_.world_size(); }
   std::string describe_devices(const Topology&, const LaunchOptions&) const override { return ""; }
 
-  /// Under a launcher that does not say how many, as if all ranks shared the machine: none takes too much.
+  /// If the launcher does not say how many ranks are local, assumes that all are: then no rank takes too
+  /// much.
   int num_local_ranks() const override { return known_local_processes().value_or(size()); }
   std::int64_t rank_memory() const override { return rank_memory_; }
 
@@ -49,7 +50,7 @@ class MpiLauncher : public Launcher {
     return generate(backend, world(), comms.pipeline, topo, checkpoint, config, request, root_io(options));
   }
 
-  /// Prints the reason, on one of the ranks that fail alike, and ends the whole job with a non-zero exit.
+  /// Prints the reason, on only one rank if all fail alike, and ends the whole job with a non-zero exit code.
   std::string fail(std::string_view reason) noexcept override { session_.abort(reason); }
 
  protected:
@@ -73,7 +74,7 @@ class MpiLauncher : public Launcher {
   }
 
  private:
-  /// Made by the first use, collective.
+  /// The communicator, created at the first use. Collective.
   cpu::MpiComm& world() {
     if (!world_) world_.emplace(MPI_COMM_WORLD, timeout_);
     return *world_;

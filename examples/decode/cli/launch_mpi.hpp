@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One process a rank on the CPU under mpirun. Where MPI was not built in, it is refused.
+// One CPU rank per process under mpirun; refused if MPI is not built in.
 #pragma once
 
 #include <chrono>
@@ -9,7 +9,8 @@
 
 namespace helix::decode {
 
-/// Owns MPI until it is destroyed, last in main. @throws Error(unsupported) where MPI was not built in.
+/// Owns MPI until it is destroyed, which must happen last in main.
+/// @throws Error(unsupported) if MPI is not built in.
 std::unique_ptr<Launcher> make_mpi_launcher(std::chrono::milliseconds timeout);
 
 }  // namespace helix::decode

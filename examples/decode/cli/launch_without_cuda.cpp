@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// --device cuda where CUDA was not built in: no GPUs, and a refusal.
+// Replaces launch_cuda.cpp if CUDA is not built in: there are no GPUs, and --device cuda is refused.
 #include <helix/error.hpp>
 
 #include "cli/launch_cuda.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The MPI launcher where MPI was not built in: refused.
+// Replaces launch_mpi.cpp if MPI is not built in: refuses to launch.
 #include <helix/error.hpp>
 
 #include "cli/launch_mpi.hpp"

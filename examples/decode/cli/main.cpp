@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// helix-decode: a Llama or DeepSeek checkpoint under a Helix topology, on rank threads or one process a rank.
+// helix-decode: runs a Llama or DeepSeek checkpoint under a Helix topology, with ranks as threads or
+// processes.
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -33,12 +34,12 @@
 namespace helix::decode {
 namespace {
 
-/// Writes to standard output; what is lost shows when it is flushed.
+/// Writes to standard output; a failed write shows when the stream is flushed.
 void print(const std::string& text) {
   static_cast<void>(std::fputs(text.c_str(), stdout));
 }
 
-/// What is known before a weight is loaded.
+/// Prints what is known before a weight is loaded.
 void print_plan(const Launcher& launcher, const ModelConfig& config, const Topology& topo,
                 const GenerationRequest& request, const LaunchOptions& launch,
                 const std::vector<RankMemory>& plan) {
@@ -55,19 +56,20 @@ void print_plan(const Launcher& launcher, const ModelConfig& config, const Topol
   if (request.synthetic_context == 0)
     text += fmt::format("prefill: at most {} prompt tokens a step\n", request.prefill_tokens);
   if (request.serving) {
-    print_error(text);  // a client reads the other
+    print_error(text);  // standard output belongs to the client
   } else {
     print(text);
     flush_standard_output();
   }
 }
 
-/// Whether this process can take 16-bit activations, and is asked for nothing that needs f32.
+/// Whether this process can use 16-bit activations and none of its options needs f32.
 bool accepts_16_bit(const Options& options) {
   return !options.verify && (options.device == Device::cuda || helix::cpu::has_bf16_products());
 }
 
-/// Until standard input ends, or nobody reads standard output. @throws Error(io) if it cannot be written.
+/// Serves requests until standard input ends or nobody reads standard output.
+/// @throws Error(io) if standard output cannot be written.
 void serve(const Job& job, Launcher& launcher) {
   std::optional<Frontend> client;
   LaunchOptions launch = job.launch;
@@ -106,7 +108,7 @@ void run(const Job& job, Launcher& launcher) {
   }
 }
 
-/// Makes the launcher of the device, unless nobody needs to hear of the error that there is already.
+/// Makes the device's launcher. If that fails and there is an earlier `error`, that error is thrown instead.
 std::unique_ptr<Launcher> find_launcher(Device device, std::chrono::seconds timeout,
                                         const std::string& error) {
   try {
@@ -117,8 +119,8 @@ std::unique_ptr<Launcher> find_launcher(Device device, std::chrono::seconds time
   }
 }
 
-/// Whether the command line says --peer-memory on: the environment is set before options are parsed, which
-/// asks the driver for devices.
+/// Whether the command line has --peer-memory on. This is needed before the options are parsed, because
+/// parsing asks the driver for devices and the environment must be set before that.
 bool asks_for_peer_memory(std::span<char* const> arguments) {
   constexpr std::string_view kOption = "--peer-memory";
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -140,9 +142,9 @@ int main(int argc, char** argv) {
   helix::cuda::turn_nccl_multicast_off();
   helix::cuda::promise_nccl_one_graph_at_a_time();
   if (asks_for_peer_memory({argv, static_cast<std::size_t>(argc)})) helix::cuda::let_ranks_share_a_gpu();
-  std::unique_ptr<Launcher> launcher = make_thread_launcher();  // until it is known what this process is of
+  std::unique_ptr<Launcher> launcher = make_thread_launcher();  // replaced once the device is known
   try {
-    // An error of one process is told to all before it ends: the others wait for this one.
+    // The other processes wait for this one, so an error is sent to all of them before this process ends.
     JobStatement statement;
     std::optional<Options> options;
     try {
@@ -164,8 +166,7 @@ int main(int argc, char** argv) {
       try {
         if (!options->tuning.empty()) helix::cpu::fix_tuning(options->tuning);
         job.emplace(std::move(*options), *launcher);
-        if (launcher->has_processes())
-          statement.fields = job->fields();  // which reads samples of all weights
+        if (launcher->has_processes()) statement.fields = job->fields();  // this reads samples of all weights
       } catch (const std::exception& error) {
         statement.error = error.what();
       }

@@ -35,14 +35,14 @@ void parse_hop_b(const std::string& text, GenerationRequest& request) {
   }
 }
 
-/// CLI11 would take -1 and 2^64 for the largest.
+/// Parses the seed itself, because CLI11 would accept -1 and 2^64 as the largest value.
 void parse_seed(const std::string& text, std::uint64_t& seed) {
   const auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), seed);
   HELIX_EXPECTS(code == std::errc() && end == text.data() + text.size(), ErrorCode::invalid_argument,
                 "--seed is '", text, "'; give a whole number of 0 to 2^64 - 1");
 }
 
-/// Options whose text is looked at once all are known.
+/// Option texts that are parsed after all options are known.
 struct OptionTexts {
   std::string model;
   std::vector<std::string> prompt_ids;
@@ -156,7 +156,7 @@ void add_serve_options(CLI::App& app, Options& options) {
       ->capture_default_str();
 }
 
-/// --serve and what it excludes.
+/// Checks --serve against the options that it excludes.
 void check_serve(const CLI::App& app, const Options& options) {
   for (const char* with : {"--max-sequences", "--context", "--kv-tokens"}) {
     HELIX_EXPECTS(options.serve || app.count(with) == 0, ErrorCode::invalid_argument, with,
@@ -169,7 +169,7 @@ void check_serve(const CLI::App& app, const Options& options) {
   }
 }
 
-/// What --plan-only, which generates nothing, excludes.
+/// Checks --plan-only, which generates nothing, against the options that it excludes.
 void check_plan_only(const CLI::App& app, const Options& options) {
   for (const char* without : {"--verify", "--json"}) {
     HELIX_EXPECTS(!options.is_plan_only || app.count(without) == 0, ErrorCode::invalid_argument, without,
@@ -177,8 +177,8 @@ void check_plan_only(const CLI::App& app, const Options& options) {
   }
 }
 
-/// What would be passed over: options of how tokens are drawn where the likeliest is taken, of prompts where
-/// there are none, and of a device other than the one that is named.
+/// Refuses options that would have no effect: sampling options in greedy decoding, prompt options without
+/// prompts, and options of another device than the chosen one.
 void check_use(const CLI::App& app, const Options& options, const std::string& device) {
   const bool draws = options.serve || options.request.sampling.temperature > 0.0f;
   const std::string greedy =
@@ -241,7 +241,7 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
       "report names both");
 }
 
-/// --topology, --ranks and the widths, which exclude each other.
+/// Checks --topology, --ranks and the widths, which exclude each other.
 void check_topology(const CLI::App& app, const Options& options) {
   for (const char* width : {"--kvp", "--tpa", "--tpf", "--ep", "--pp", "--dp"}) {
     HELIX_EXPECTS(!options.is_topology_auto || app.count(width) == 0, ErrorCode::invalid_argument, width,
@@ -267,7 +267,7 @@ Device parse_device(const std::string& text) {
   return text == "cuda" ? Device::cuda : Device::cpu;
 }
 
-/// Prompts and continuations, from the command line or from files.
+/// Reads prompts and continuations from the command line or from files.
 void read_tokens(const OptionTexts& texts, GenerationRequest& request) {
   HELIX_EXPECTS(texts.prompt_ids.empty() || texts.prompts_file.empty(), ErrorCode::invalid_argument,
                 "--prompt-ids and --prompts exclude each other; give one");
@@ -299,7 +299,8 @@ void check_values(const Options& options) {
 }  // namespace
 
 void add_fields(JobFields& fields, const Options& options) {
-  // A binding, so that a new member does not compile until it is decided upon here.
+  // A structured binding of all members: a new member does not compile until someone decides here whether it
+  // must agree.
   [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, is_prefill_auto,
                                 is_mla_prefill_auto, kv_dtype_name, device, peer_memory, activation,
                                 is_plan_only, verify, given_sampling, serve, serve_limits, timeout_seconds,
@@ -362,7 +363,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.model = texts.model;
   options.json = texts.json;
   options.device = parse_device(texts.device);
-  options.activation = parse_dtype(texts.activation);  // none for "auto"
+  options.activation = parse_dtype(texts.activation);  // empty for "auto"
   HELIX_EXPECTS(options.device == Device::cuda || options.activation != DType::f16,
                 ErrorCode::invalid_argument, "--activation is ", texts.activation,
                 "; the CPU has f32 and bf16: give one of them, or --device cuda");

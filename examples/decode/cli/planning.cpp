@@ -19,15 +19,15 @@ double bits(DType type) {
   return 8.0 * static_cast<double>(size_bytes(type));
 }
 
-/// Of a cached element, its share of a row's scales included.
+/// Bits of a cached element, including its share of the row's scales.
 double kv_bits(const ModelShape& shape, DType type) {
   if (!shape.is_mla()) return bits(type);
   return 8.0 * static_cast<double>(latent_row_bytes(type, shape.head_dim, shape.value_dim)) /
          static_cast<double>(shape.head_dim);
 }
 
-/// The CPU's speeds are assumptions of the size of those in docs/measurements/cpu.md: they rank topologies,
-/// and predict no time.
+/// The CPU's speeds are assumptions of the magnitude of those in docs/measurements/cpu.md. They are good
+/// enough to rank topologies, but predict no time.
 plan::Hardware host_hardware(double rank_memory, int num_ranks) {
   plan::Hardware host;
   host.name = "this machine's CPU";
@@ -43,7 +43,7 @@ plan::Hardware host_hardware(double rank_memory, int num_ranks) {
 
 plan::Hardware gpu_hardware() {
   plan::Hardware gpu = plan::hardware_preset("h200");
-  gpu.peaks.push_back({32, plan::teraflops_per_second(67)});  // f32 activations; the vendor's figure
+  gpu.peaks.push_back({32, plan::teraflops_per_second(67)});  // f32 activations; vendor's figure
   return gpu;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// --topology auto: the topology that the planner would choose.
+// --topology auto: asks the planner for a topology.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace helix::decode {
 
-/// Memory of this machine, bytes.
+/// Memory of this machine in bytes.
 std::int64_t host_memory();
 
-/// The fastest Helix topology of as many ranks as `num_ranks` allows for the request's sequences at their
-/// longest that fits into the ranks' memory. On GPUs the machine is the preset h200; on the CPU a
-/// rank has launch.rank_memory, or where that is 0 its part of host_memory(), with assumed speeds. A pure
-/// function of its arguments and of host_memory().
+/// Chooses the fastest Helix topology, with a number of ranks that `num_ranks` allows, in which the request's
+/// sequences at their longest fit into the ranks' memory. On GPUs the machine is the preset h200. On the CPU
+/// a rank has launch.rank_memory, or its share of host_memory() if that is 0, and speeds are assumed. A pure
+/// function of its arguments and host_memory().
 /// @throws Error(invalid_topology) if no topology is legal, Error(capacity) if none fits.
 TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
                              const LaunchOptions& launch, const std::vector<int>& num_ranks);

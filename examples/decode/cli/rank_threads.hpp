@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks as threads of this process, and the memory plan that needs none, for every Backend.
+// Ranks as threads of this process, and their memory plan, for every Backend.
 #pragma once
 
 #include <cstddef>
@@ -18,18 +18,19 @@
 
 namespace helix::decode {
 
-/// Throws the failure to report of several ranks', if any: the first that is not the echo of another rank's,
-/// with the rank's number unless others say the same.
+/// Rethrows the failure to report, if any rank failed: the first one that is not just the consequence of
+/// another rank's failure. Its message names the rank, unless others say the same.
 void throw_root_failure(const std::vector<std::exception_ptr>& failures);
 
 /// Calls body(rank) for each of `num_ranks` ranks, rank 0 on the calling thread and the others on threads of
-/// their own, and returns when all have. No rank begins before all threads have started.
-/// @throws Error(capacity) with the rank whose thread cannot be started; then body was not called.
+/// their own, and returns when all calls have returned. No call begins before all threads have started.
+/// @throws Error(capacity) naming the rank whose thread cannot be started; body is then never called.
 void run_on_threads(std::size_t num_ranks, const std::function<void(std::size_t)>& body);
 
-/// Runs all ranks of `topo`, rank r on a thread of its own with world[r] and make_backend(r, comms). Rank 0
-/// is the calling thread. @throws the failure of the rank that failed first, as throw_root_failure() does,
-/// and what run_on_threads() throws.
+/// Runs all ranks of `topo`: rank r on a thread of its own, with world[r] and make_backend(r, comms). Rank 0
+/// runs on the calling thread.
+/// @throws the failure of the rank that failed first, as throw_root_failure() does, and the errors of
+/// run_on_threads().
 template <class Comm, class MakeBackend>
 GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_backend,
                                   const Checkpoint& checkpoint, const ModelConfig& config,
@@ -52,9 +53,9 @@ GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_back
   return result;
 }
 
-/// The memory of each rank, by world rank. make_backend(stage, kvp) gets handles to groups that never
-/// communicate. Replicas have the same weights, and those without sequences the same plan.
-/// @throws Error(capacity) if a rank's pages come to more than can be counted.
+/// The planned memory of each rank, by world rank. make_backend(stage, kvp) gets handles of groups that never
+/// communicate. Replicas have equal weights, and replicas without sequences have equal plans.
+/// @throws Error(capacity) if the bytes of a rank's pages overflow.
 template <class Comm, class MakeBackend>
 std::vector<RankMemory> plan_ranks(MakeBackend make_backend, const Checkpoint& checkpoint,
                                    const ModelConfig& config, const Topology& topo,
@@ -72,7 +73,7 @@ std::vector<RankMemory> plan_ranks(MakeBackend make_backend, const Checkpoint& c
     }
     auto backend = make_backend(stages[static_cast<std::size_t>(at.stage_rank)],
                                 kvps[static_cast<std::size_t>(at.kvp_rank)]);
-    plan_cache(request, topo, at.stage, at.replica);  // throws if the cache would
+    plan_cache(request, topo, at.stage, at.replica);  // throws if the cache's constructor would
     RankMemory memory;
     if (at.replica > 0) {
       const RankMemory& same = plan[plan.size() - replica_size];

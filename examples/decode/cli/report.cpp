@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text and JSON of a generation's result.
+// Formats a generation's result as text and JSON.
 #include "cli/report.hpp"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ std::string format_bytes(std::int64_t bytes) {
 std::string format_memory(const std::vector<RankMemory>& memory, const Topology& topo) {
   std::string text = fmt::format("memory a rank ({} ranks)\n  {:>5} {:>12} {:>12} {:>12} {:>12}\n",
                                  topo.world_size(), "rank", "weights", "KV", "workspace", "sum");
-  // Sums in doubles: each part may be of any size.
+  // Sums are doubles because each part may be of any size.
   double weights = 0;
   double in_place = 0;
   double kv = 0;

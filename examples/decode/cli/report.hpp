@@ -14,21 +14,22 @@ namespace helix::decode {
 /// "1.50 MiB".
 std::string format_bytes(std::int64_t bytes);
 
-/// One line a rank: weights, KV, workspace, sum; and what of the weights is used in the checkpoint's files.
+/// One line per rank: weights, KV, workspace and their sum, and the part of the weights that is used in place
+/// in the checkpoint's files.
 std::string format_memory(const std::vector<RankMemory>& memory, const Topology& topo);
 
-/// Generated tokens a sequence, timing and exchange.
+/// The tokens generated for each sequence, timing and exchange.
 std::string format_result(const GenerationResult& result);
 
-/// What the activations were and, on the CPU, in which ways the kernels worked that chose by timing.
+/// The type of the activations and, on the CPU, the ways in which the tuned kernels worked.
 std::string format_computation(const LaunchOptions& launch);
 
 /// Writes the JSON report. @throws Error(io).
 void write_json(const std::filesystem::path& file, const Topology& topo, const GenerationRequest& request,
                 const LaunchOptions& launch, const GenerationResult& result);
 
-/// Compares token by token. @throws Error(internal) naming the first sequence and step that differ, with both
-/// tokens.
+/// Compares the results token by token.
+/// @throws Error(internal) naming the first sequence and step that differ, with both tokens.
 void check_same_tokens(const GenerationResult& result, const GenerationResult& one_rank);
 
 }  // namespace helix::decode

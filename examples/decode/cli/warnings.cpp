@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Idle replicas, weights without a use, wishes that are not built, and short memory.
+// Warnings about idle replicas, unused weights, keys that are not built, and scarce memory.
 #include "cli/warnings.hpp"
 
 #include <algorithm>
@@ -34,11 +34,11 @@ std::string read_small(const char* file) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-/// What this machine's table says under `key`, at most the limit of the container around this process;
-/// nullopt if neither says.
+/// The value under `key` in this machine's /proc/meminfo, but at most the limit of the container around this
+/// process; nullopt if neither is known.
 std::optional<std::int64_t> machine_bytes(std::string_view key) {
   std::optional<std::int64_t> bytes = parse_memory(read_small("/proc/meminfo"), key);
-  // A container's limit; "max" is none.
+  // The container's limit; the text "max" means none.
   if (const auto limit = leading_number(read_small("/sys/fs/cgroup/memory.max")))
     bytes = std::min(bytes.value_or(*limit), *limit);
   return bytes;
@@ -48,7 +48,7 @@ std::int64_t bytes_of(const RankMemory& memory) {
   return saturating_sum(saturating_sum(memory.weights_bytes, memory.kv_bytes), memory.workspace_bytes);
 }
 
-/// The plan's first `num_ranks` ranks without what they use in the checkpoint's files.
+/// Memory of the plan's first `num_ranks` ranks, without the weights used in place in the checkpoint's files.
 std::int64_t own_bytes(const std::vector<RankMemory>& plan, std::size_t num_ranks) {
   std::int64_t own = 0;
   for (std::size_t rank = 0; rank < std::min(num_ranks, plan.size()); ++rank)
@@ -56,7 +56,7 @@ std::int64_t own_bytes(const std::vector<RankMemory>& plan, std::size_t num_rank
   return own;
 }
 
-/// Ranks of the plan on this machine.
+/// Number of the plan's ranks on this machine.
 std::size_t num_local_ranks(const Launcher& launcher, const std::vector<RankMemory>& plan) {
   return launcher.has_processes() ? static_cast<std::size_t>(num_local_processes()) : plan.size();
 }
@@ -103,7 +103,7 @@ std::optional<std::string> unheeded_keys(const GenerationDefaults& defaults, con
                      one_line(checkpoint.generation_config_path()), fmt::join(defaults.unheeded, ", "));
 }
 
-/// transformers has it count without sampling too.
+/// transformers applies the penalty even without sampling.
 std::optional<std::string> unheeded_penalty(const GenerationDefaults& defaults, const Checkpoint& checkpoint,
                                             const GenerationRequest& request) {
   if (request.serving || request.penalties.repetition != 1.0f || defaults.penalties.repetition == 1.0f)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a person should hear of a job that is legal and yet hardly what they want.
+// Warnings about jobs that are legal but probably not what the user wants.
 #pragma once
 
 #include <cstdint>
@@ -13,31 +13,32 @@
 
 namespace helix::decode {
 
-/// One line for each of: replicas without a sequence; tensors that config.json has no use for; keys of its
-/// rope that the rope's type does not take; windows given to a model without; keys of generation_config.json
-/// that are not built; a plan that exceeds the free memory of this machine or of a GPU. Rank 0 speaks for its
-/// machine and for what all ranks share, each process for its own GPU.
+/// One line for each of these: replicas without a sequence; tensors that config.json does not use; rope keys
+/// that the rope's type does not take; windows given to a model without windows; keys of
+/// generation_config.json that are not built; a plan that exceeds the free memory of this machine or of a
+/// GPU. Rank 0 warns about its machine and about what all ranks share; each process warns about its own GPU.
 std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
                                   const ModelConfig& config, const Topology& topo,
                                   const GenerationRequest& request, const LaunchOptions& launch,
                                   const std::vector<RankMemory>& plan);
 
-/// Bytes that the plan's first `num_ranks` ranks take of one machine. What they use in the checkpoint's files
-/// they share: it counts as no more than the files.
+/// Bytes that the plan's first `num_ranks` ranks take on one machine. They share the weights used in place,
+/// which count as no more than the checkpoint's files.
 std::int64_t host_bytes(const std::vector<RankMemory>& plan, std::size_t num_ranks,
                         const Checkpoint& checkpoint);
 
-/// Bytes that the plan takes by GPU. `gpus`: the GPU of each rank.
+/// Bytes that the plan takes on each GPU. `gpus` holds the GPU of each rank.
 std::map<int, std::int64_t> gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus);
 
-/// On the CPU, by rank 0: what the ranks of its machine take beside the checkpoint's files, which the system
-/// may drop and read again, is no more than all of its memory, or than the limit of the container around it.
-/// @throws Error(capacity) with both figures: the system would kill the process.
+/// Checks on rank 0, for the CPU, that the ranks of its machine need no more than the machine's whole memory
+/// or the container's limit. The checkpoint's files do not count, because the system may drop their pages and
+/// read them again.
+/// @throws Error(capacity) with both figures; otherwise the system would kill the process.
 void expect_memory(const Launcher& launcher, const LaunchOptions& launch,
                    const std::vector<RankMemory>& plan);
 
-/// The bytes of the line that begins with `key`, such as "MemAvailable:   123 kB", of /proc/meminfo's `text`;
-/// nullopt without one.
+/// Finds the line of `text` (/proc/meminfo) that begins with `key`, such as "MemAvailable:   123 kB", and
+/// returns its bytes; nullopt if there is no such line.
 std::optional<std::int64_t> parse_memory(std::string_view text, std::string_view key);
 
 }  // namespace helix::decode

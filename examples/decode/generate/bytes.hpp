@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values as bytes, from one rank of this program to another: as they lie in memory.
+// Serializes values as their bytes in memory, for messages between ranks of this program.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace helix::decode {
 
-/// Appends values and arrays, which ByteReader takes in the same order.
+/// Appends values and arrays; a ByteReader takes them in the same order.
 class ByteWriter {
  public:
   template <class T>
@@ -39,7 +39,8 @@ class ByteWriter {
   std::vector<std::byte> bytes_;
 };
 
-/// Takes what a ByteWriter wrote. @throws Error(internal) where bytes are missing.
+/// Takes what a ByteWriter wrote.
+/// @throws Error(internal) if bytes are missing.
 class ByteReader {
  public:
   explicit ByteReader(std::span<const std::byte> bytes) : left_(bytes) {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// DecodeTotals: what the decode steps of a generation took and did.
+// DecodeTotals: counts and times of the decode steps of a generation.
 #pragma once
 
 #include <cstdint>
@@ -12,19 +12,19 @@
 
 namespace helix::decode {
 
-/// Counted by one rank, for the sequences of its replica.
+/// Counts of one rank, for the sequences of its replica.
 struct DecodeTotals {
-  std::vector<double> step_ms;  ///< From one step's tokens to the next one's.
+  std::vector<double> step_ms;  ///< From the tokens of one step to those of the next.
   std::int64_t decoded = 0;     ///< Tokens gained.
-  std::int64_t kv_tokens = 0;   ///< Tokens of the cache that queries read, over all ranks.
+  std::int64_t kv_tokens = 0;   ///< Cached tokens that queries read, over all ranks.
 
-  /// A step that gained `tokens`, whose queries read `read_tokens` of the cache.
+  /// Adds a step that gained `tokens` and whose queries read `read_tokens` of the cache.
   void add(std::int64_t tokens, std::int64_t read_tokens, double ms) {
     decoded += tokens;
     kv_tokens += read_tokens;
     step_ms.push_back(ms);
   }
-  /// Sets the times of decoding in `timing`; a token of the cache has `kv_token_bytes`.
+  /// Sets the decode times in `timing`. `kv_token_bytes` is the size of a cached token.
   void summarize(std::int64_t kv_token_bytes, GenerationTiming& timing) const {
     const double decode_ms = std::accumulate(step_ms.begin(), step_ms.end(), 0.0);
     if (step_ms.empty() || decode_ms == 0.0) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens of decode steps: drawn, forced and proposed ones.
+// Tokens of decode steps: drawn tokens, forced tokens and drafts.
 #include "generate/fed_tokens.hpp"
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 namespace helix::decode {
 namespace {
 
-/// Token `i` of the sequence's continuation in the request, if it has one.
+/// Token `i` of the sequence's continuation in the request, if there is one.
 std::optional<std::int32_t> teacher_token(const GenerationRequest& request, const SequenceProgress& sequence,
                                           std::int64_t i) {
   const auto index = static_cast<std::size_t>(sequence.index);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a decode step feeds of a sequence.
+// The tokens that a decode step feeds for a sequence.
 #pragma once
 
 #include "generate/generation.hpp"
@@ -7,11 +7,11 @@
 
 namespace helix::decode {
 
-/// The pending token (or the teacher's, when forcing), then drafts.
+/// The pending token (the continuation's token in teacher forcing), then the draft tokens.
 TokenIds fed_tokens(const GenerationRequest& request, const SequenceProgress& sequence);
 
-/// Whether decode steps feed nothing but the token that the step before drew, whatever it is, and ask for
-/// nothing that depends on it.
+/// Whether a decode step feeds only the token that the previous step drew, and asks for nothing that depends
+/// on which token it is.
 bool feeds_drawn_tokens(const GenerationRequest& request);
 
 }  // namespace helix::decode

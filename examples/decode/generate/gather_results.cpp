@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sequences to bytes and back.
+// Serializes and deserializes sequences.
 #include "generate/gather_results.hpp"
 
 #include "generate/bytes.hpp"
@@ -7,7 +7,7 @@
 namespace helix::decode {
 namespace {
 
-/// Calls each(field) for all that a sequence holds, so that reading and writing cannot differ.
+/// Calls each(field) for every field of a sequence. Reading and writing share it, so that they cannot differ.
 template <class Sequence, class Each>
 void for_each_field(Sequence& sequence, Each& each) {
   each(sequence.prompt);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Results of all ranks on every rank: bytes of unequal length over all_gather, and sequences as bytes.
+// Gathers the results of all ranks on every rank: bytes of unequal length over all_gather, and sequences as
+// bytes.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +20,8 @@
 
 namespace helix::decode {
 
-/// Every rank's bytes on every rank, over memory that stays: a rank that takes some while another's captured
-/// step runs on the same GPU may wait for it.
+/// Gathers every rank's bytes on every rank. It keeps its memory: a rank that allocates while another rank's
+/// captured step runs on the same GPU may have to wait for that step.
 template <DecoderBackend B>
 class BytesGather {
  public:
@@ -30,7 +31,8 @@ class BytesGather {
         stream_(stream),
         device_(backend.allocate(message_bytes(kFirstBytes) * (1 + num_ranks()))) {}
 
-  /// By rank. Collective. @throws Error(out_of_step) if a rank has left out an exchange.
+  /// Returns the bytes of each rank, by rank. Collective.
+  /// @throws Error(out_of_step) if a rank has skipped an exchange.
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) {
     std::vector<std::byte> all = exchange(first_message(mine));
     std::vector<std::uint64_t> sizes(num_ranks());
@@ -59,13 +61,15 @@ class BytesGather {
  private:
   std::size_t num_ranks() const { return static_cast<std::size_t>(comm_->size()); }
 
-  /// Bytes from one rank's message to the next's. Behind its content each has the number of the exchange.
+  /// Distance in bytes between the messages of two ranks. The number of the exchange follows the content of
+  /// each message.
   static constexpr std::size_t message_bytes(std::size_t content_bytes) {
     constexpr std::size_t kNumberBytes = 16;
     return content_bytes + kNumberBytes;
   }
 
-  /// The messages of all ranks, whose contents have equally many bytes, one after the other.
+  /// Returns the messages of all ranks, one after the other. The contents of all ranks must have the same
+  /// size.
   std::vector<std::byte> exchange(std::vector<std::byte> message) {
     const std::size_t content_bytes = message.size();
     const std::uint64_t number = ++num_exchanges_;
@@ -88,12 +92,13 @@ class BytesGather {
   typename B::Comm* comm_;
   typename B::Stream stream_;
   std::uint64_t num_exchanges_ = 0;
-  typename B::Buffer device_;  // own message, then all ranks'
+  typename B::Buffer device_;  // own message, then the messages of all ranks
 };
 
-/// The sequences as bytes, for ranks of this program.
+/// Serializes the sequences, for ranks of this program.
 std::vector<std::byte> serialize(const std::vector<GeneratedSequence>& sequences);
-/// The sequences that serialize() wrote. @throws Error(internal) if bytes are missing.
+/// Reads the sequences that serialize() wrote.
+/// @throws Error(internal) if bytes are missing.
 std::vector<GeneratedSequence> deserialize(std::span<const std::byte> bytes);
 
 /// Every rank's memory, by rank. Collective.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// generate(): a whole generation on one rank, from its weights to the collected result.
+// generate(): one rank's whole generation, from loading its weights to the collected result.
 #pragma once
 
 #include <chrono>
@@ -21,10 +21,10 @@
 
 namespace helix::decode {
 
-/// Loads this rank's weights, then generates. `pipeline`: the ranks of its replica with its stage_rank, by
-/// stage. Collective over `world`; every rank passes the same request. The result is complete on every rank.
-/// A serving decoder returns when its client is done, with an empty result.
-/// A failure aborts the world, so that no rank waits for this one, and is rethrown.
+/// Loads this rank's weights, then generates. `pipeline` holds the ranks of its replica with the same
+/// stage_rank, ordered by stage. Collective over `world`; every rank passes the same request, and every rank
+/// gets the complete result. A serving decoder returns an empty result when its client is done. A failure
+/// aborts the world, so that no rank waits for this one, and is rethrown.
 template <DecoderBackend B>
 GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm& pipeline,
                           const Topology& topo, const Checkpoint& checkpoint, const ModelConfig& config,
@@ -67,7 +67,8 @@ GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm&
       return result;
     } catch (const std::exception& error) {
       model.drop_captured_steps();
-      world.abort(error.what());  // before the model's streams drain: they may wait for other ranks
+      // Before the model's streams drain: they may wait for other ranks.
+      world.abort(error.what());
       throw;
     }
   } catch (const std::exception& error) {

@@ -18,7 +18,7 @@
 namespace helix::decode {
 namespace {
 
-/// Keys that change what is written, and with which number they do not.
+/// Keys that change the generated text, and the value of each that has no effect.
 constexpr struct {
   const char* key;
   double neutral;
@@ -55,7 +55,7 @@ std::vector<std::string> unheeded_keys(const ObjectReader& top) {
   return keys;
 }
 
-/// A whole number, which some files write as 20.0.
+/// Reads a whole number, which some files write as 20.0.
 std::int64_t whole_or(const ObjectReader& top, const char* key, std::int64_t fallback, std::int64_t low,
                       std::int64_t high) {
   const nlohmann::json* value = top.find(key);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GenerationLoop: one rank's prefill in chunks, then decode steps of one or several query tokens.
+// GenerationLoop: one rank's chunked prefill, then decode steps of one or several query tokens.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@
 
 namespace helix::decode {
 
-/// One rank's loop over one request: prefill, decode, collect.
+/// One rank's loop over one request: prefill, decode, and collect the results.
 template <DecoderBackend B>
 class GenerationLoop {
  public:
@@ -74,14 +74,14 @@ class GenerationLoop {
 
   void grow_cache() { model_.cache().append(step_.step().sequences, step_.counts(), model_.stream()); }
 
-  /// Grows the cache by the step and runs it.
+  /// Appends the step's tokens to the cache and runs the step.
   void run_step() {
     grow_cache();
     model_.forward(step_.step());
     drawn_ = model_.finish();
   }
 
-  /// Takes the token drawn at logit row `row` into the sequence's result.
+  /// Appends the token drawn at logit row `row` to the sequence's result.
   void record(SequenceProgress& sequence, std::int64_t row) {
     const std::int32_t token = drawn_.tokens[static_cast<std::size_t>(row)];
     HELIX_EXPECTS(token >= 0, ErrorCode::invalid_argument, "the model gave no finite logits after ",
@@ -113,7 +113,7 @@ class GenerationLoop {
     }
   }
 
-  /// Prompts in chunks: every rank runs all tokens and stores what it owns.
+  /// Runs the prompts in chunks: every rank runs all tokens and stores those that it owns.
   void prefill() {
     std::int64_t total = 0;
     for (const SequenceProgress& sequence : sequences_)
@@ -149,7 +149,7 @@ class GenerationLoop {
 
   using Sequences = std::vector<SequenceProgress*>;
 
-  /// Queues the decode step of all sequences that go on, and returns them.
+  /// Queues a decode step of all unfinished sequences, and returns these.
   Sequences queue_decode_step() {
     Sequences active;
     for (SequenceProgress& sequence : sequences_) {
@@ -169,8 +169,8 @@ class GenerationLoop {
     return active;
   }
 
-  /// Queues the step after that of `active` before its tokens are known, where it feeds them and nothing but
-  /// a token that ends a sequence can make it needless. Returns whether it did.
+  /// Queues the step after that of `active` before its tokens are known, if it feeds exactly those tokens and
+  /// only a token that ends a sequence can make it needless. Returns whether it did.
   bool queue_next_step(const Sequences& active) {
     const auto goes_on = [&](const SequenceProgress* sequence) {
       return !sequence->is_done && sequence->generated() + 1 < request_.max_new_tokens;
@@ -196,7 +196,8 @@ class GenerationLoop {
       result_.exchange_bytes_per_rank_per_layer = model_.sent_payload_bytes() / model_.num_layers();
       std::int64_t decoded = 0;
       for (std::size_t i = 0; i < active.size(); ++i) decoded += accept(*active[i], i);
-      if (decoded > 0) totals.add(decoded, kv_tokens, milliseconds_since(start));  // else queued in vain
+      // Otherwise the step was queued in vain.
+      if (decoded > 0) totals.add(decoded, kv_tokens, milliseconds_since(start));
       progress.update(std::min(totals.decoded, total));
       roll_call_.work_goes_on();
       start = Clock::now();
@@ -206,8 +207,9 @@ class GenerationLoop {
     totals.summarize(kv_bytes_per_token(request_, topo_), result_.timing);
   }
 
-  /// Keeps what the model confirms of entry `entry` of the step, and truncates the cache to it: to nothing
-  /// where the step was queued before the token that ended the sequence was known. Returns the tokens gained.
+  /// Keeps the tokens of entry `entry` of the step that the model confirms, and truncates the cache to them.
+  /// A step that was queued before the end of its sequence was known keeps nothing. Returns the number of
+  /// tokens gained.
   std::int64_t accept(SequenceProgress& sequence, std::size_t entry) {
     const Step& step = step_.step();
     const std::int64_t first_row = step.query_offsets[entry];
@@ -224,7 +226,7 @@ class GenerationLoop {
     return accepted;
   }
 
-  /// Sequences come from the rank of each replica that saw the logits. Replicas end at different times.
+  /// Each replica's sequences come from its rank that saw the logits. Replicas end at different times.
   void collect() {
     roll_call_.finish();
     std::vector<GeneratedSequence> own;
@@ -245,11 +247,12 @@ class GenerationLoop {
   StageModel<B>& model_;
   RankCoordinates at_;
   bool show_progress_;
-  bool reports_logits_;    // the last stage's first rank does, for its replica
-  RollCall<B> roll_call_;  // of the replicas
+  // True on the first rank of the last stage, which reports for its replica.
+  bool reports_logits_;
+  RollCall<B> roll_call_;  // over all replicas
   std::vector<SequenceProgress> sequences_;
   StepBuilder step_;
-  Drawn drawn_;  // in the last step
+  Drawn drawn_;  // of the last step
   GenerationResult result_;
 };
 

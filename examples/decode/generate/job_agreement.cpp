@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The request and the checkpoint as named values, and their comparison.
+// Writes the request and the checkpoint as named values, and compares those of all processes.
 #include "generate/job_agreement.hpp"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace helix::decode {
 namespace {
 
 constexpr std::size_t kSampleBytes = 4096;
-constexpr std::size_t kMaxSamples = 4096;  // a checkpoint; each may cost a seek
+constexpr std::size_t kMaxSamples = 4096;  // per checkpoint; each sample may cost a seek
 
 /// FNV-1a of bytes, texts and numbers.
 class Digest {
@@ -35,7 +35,7 @@ class Digest {
   void add(std::uint64_t number) { add(std::as_bytes(std::span(&number, 1))); }
 
   std::uint64_t value() const {
-    std::uint64_t mixed = hash_ ^ hash_ >> 32;  // FNV's high bits barely see the last bytes
+    std::uint64_t mixed = hash_ ^ hash_ >> 32;  // the high bits of FNV depend little on the last bytes
     mixed *= 0x9e3779b97f4a7c15u;
     return mixed ^ mixed >> 29;
   }
@@ -60,7 +60,7 @@ std::string digest_of(const std::vector<TokenIds>& lists) {
   return digest.text();
 }
 
-/// Where in the tensor's data a sample begins.
+/// Offset of a sample in the tensor's data.
 std::size_t sample_offset(std::uint64_t name_hash, std::size_t num_bytes) {
   return num_bytes <= kSampleBytes ? 0 : name_hash % (num_bytes - kSampleBytes + 1);
 }
@@ -72,7 +72,7 @@ class FieldWriter {
   void add(const char* name, std::string value) { fields_.push_back({name, std::move(value), false}); }
   void add(const char* name, bool value) { add(name, std::string(value ? "on" : "off")); }
   void add(const char* name, DType value) { add(name, std::string(to_string(value))); }
-  void add(const char* name, float value) {  // the shortest text that only this value has
+  void add(const char* name, float value) {  // shortest text that identifies the value
     std::array<char, 32> digits;
     add(name, std::string(digits.data(), std::to_chars(digits.begin(), digits.end(), value).ptr));
   }
@@ -94,7 +94,7 @@ void write(std::string& out, std::string_view text) {
   out.append(text);
 }
 
-/// Takes the next text of `rest`; false if it is cut.
+/// Takes the next text from `rest`; false if it is truncated.
 bool read(std::string_view& rest, std::string& text) {
   std::uint64_t size = 0;
   if (rest.size() < sizeof(size)) return false;
@@ -115,10 +115,10 @@ bool read(std::string_view& rest, std::string& text) {
               ", rank 0 with ", field.name, " ", root_value, "; give all ranks of the job the same");
 }
 
-/// Compares two lists of fields, which the same program wrote in the same order.
+/// Compares two lists of fields that the same program wrote in the same order.
 void expect_same(const JobFields& root, const JobFields& other, int rank) {
   for (std::size_t i = 0; i < std::max(root.size(), other.size()); ++i) {
-    // A list that ends early, or goes on with something else, lacks a file that the other has.
+    // A list that ends early, or continues with another name, lacks a file that the other list has.
     if (i >= other.size()) refuse(root[i], rank, "(none)", root[i].value);
     if (i >= root.size() || root[i].name != other[i].name) refuse(other[i], rank, other[i].value, "(none)");
     if (root[i].value != other[i].value) refuse(root[i], rank, other[i].value, root[i].value);
@@ -131,7 +131,8 @@ void add_fields(JobFields& fields, const Checkpoint& checkpoint) {
   FieldWriter writer(fields);
   writer.add("helix version", HELIX_VERSION);
   writer.add_digest("config.json", digest_of(checkpoint.config_json()));
-  // Of many tensors, those whose name's hash says so: a fair draw that is the same on every rank.
+  // With many tensors, the hash of the name decides which are sampled: a fair choice that is equal on all
+  // ranks.
   const std::uint64_t one_in = (checkpoint.num_tensors() + kMaxSamples - 1) / kMaxSamples;
   for (const SafetensorsFile& file : checkpoint.files()) {
     Digest table;
@@ -159,7 +160,8 @@ void add_fields(JobFields& fields, const Checkpoint& checkpoint) {
 
 void add_fields(JobFields& fields, const GenerationRequest& request) {
   FieldWriter writer(fields);
-  // Bindings, so that a new member does not compile until it is decided upon here.
+  // Structured bindings of all members: a new member does not compile until someone decides here whether it
+  // must agree.
   const auto& [prompts, max_new_tokens, ignore_eos, teacher, draft_tokens, synthetic_context, sampling,
                penalties, kv_dtype, chunk, page_tokens, hop_b_slices, prefill_tokens, serving, cuda_graphs,
                mla_prefill] = request;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a generation measures of itself: times and the memory of its process.
+// Measurements of a generation: times and the memory of its process.
 #pragma once
 
 #include <chrono>
@@ -14,13 +14,13 @@ inline double milliseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Most memory that this process has had resident.
+/// Peak resident memory of this process in bytes.
 std::int64_t peak_resident_bytes();
 
-/// Memory that this process has resident now; 0 where the system does not tell.
+/// Current resident memory of this process in bytes; 0 if the system does not tell.
 std::int64_t resident_bytes();
 
-/// Median and 99th percentile. There must be a value.
+/// Median and 99th percentile of `values`, which must not be empty.
 std::pair<double, double> median_and_p99(std::vector<double> values);
 
 }  // namespace helix::decode

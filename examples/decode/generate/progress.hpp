@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A progress bar on standard error, only where that is a terminal.
+// A progress bar on standard error, shown only on a terminal.
 #pragma once
 
 #include <chrono>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of a request, and the capacities that follow from it.
+// Checks a request, and computes the capacities that it needs.
 #include "generate/request_plan.hpp"
 
 #include <algorithm>
@@ -35,7 +35,7 @@ void check_ids(const std::vector<TokenIds>& lists, const char* what, std::int64_
   }
 }
 
-/// Ids and lengths of the prompts and continuations.
+/// Checks the ids and lengths of the prompts and continuations.
 void check_sequences(const GenerationRequest& request, const ModelConfig& model, std::int64_t vocab) {
   check_ids(request.prompts, "prompt", vocab);
   check_ids(request.teacher, "teacher sequence", vocab);
@@ -56,7 +56,7 @@ void check_sequences(const GenerationRequest& request, const ModelConfig& model,
 
 void check_penalties(const Penalties& penalties) {
   constexpr float kMaxPenalty = 100.0f;
-  constexpr float kMinRepetition = 1e-6f;  // a logit divided by less may be infinite
+  constexpr float kMinRepetition = 1e-6f;  // dividing a logit by less may give infinity
   HELIX_EXPECTS(penalties.repetition >= kMinRepetition && penalties.repetition <= kMaxPenalty,
                 ErrorCode::invalid_argument, "repetition_penalty is ", penalties.repetition,
                 "; it must be in [", kMinRepetition, ", ", kMaxPenalty, "]");
@@ -127,7 +127,8 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
   spec.max_sequences = std::max<std::int64_t>(1, mine.size());
   std::vector<std::int64_t> lengths;
   if (request.serving) {
-    // As many ended requests are kept as run. Each may leave a page half empty, beside those of all tokens.
+    // The caches of as many ended requests as running ones are kept. Each sequence may leave a page half
+    // empty, in addition to the pages of all tokens.
     spec.max_sequences = 2 * request.serving->max_sequences;
     spec.max_tokens = request.serving->max_tokens;
     lengths.assign(static_cast<std::size_t>(spec.max_sequences), 1);
@@ -186,8 +187,8 @@ StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, 
 
 namespace {
 
-/// Two lengths of prompts, whose expansion has blocks of every size that one of up to `most` tokens can have:
-/// these are powers of two, of 64 rows or more (detail::for_each_row_block()).
+/// Two prompt lengths whose expansion uses every block size that a prompt of up to `most` tokens can need.
+/// Block sizes are powers of two, of at least 64 rows (detail::for_each_row_block()).
 std::vector<std::int64_t> expanded_prompts(std::int64_t most) {
   constexpr std::int64_t kMinRows = 64;
   if (most <= 0) return {};
@@ -239,7 +240,7 @@ std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology
                                 const RankCoordinates& at) {
   const KvCacheSpec cache = plan_cache(request, topo, at.stage, at.replica);
   const plan::KvPages pages = pages_of(request, topo, cache.layers, cache.page_tokens);
-  const std::int64_t length = cache.pages * cache.page_tokens * topo.kvp();  // fills every rank's pages
+  const std::int64_t length = cache.pages * cache.page_tokens * topo.kvp();  // fills the pages of every rank
   return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RollCall: keeps ranks that work for different lengths of time within each other's deadlines.
+// RollCall: keeps ranks that work for different times from timing out while they wait for each other.
 #pragma once
 
 #include <algorithm>
@@ -16,17 +16,17 @@
 
 namespace helix::decode {
 
-/// Ranks that work without each other, as replicas do and as all do while they load, come to their next
-/// collective at different times: who is done first would wait there for longer than it may. So all meet
-/// about once in `interval`, and those that are done meet on until none works any more. Ranks of one `team`
-/// work in step: they have collectives of their own, so that they meet after the same one of their pieces of
-/// work, of which each meeting says how many come before the next. A rank alone goes by its clock.
+/// Ranks that work independently, such as replicas or all ranks while they load, reach their next collective
+/// at different times. The first to arrive would wait there until it times out. So all ranks meet about once
+/// per `interval`, and ranks that are done keep meeting until no rank works any more. The ranks of one `team`
+/// work in step, because they have collectives of their own: they must all meet after the same piece of work,
+/// so each meeting agrees how many pieces come before the next. A team of one rank uses the clock.
 template <DecoderBackend B>
 class RollCall {
  public:
-  /// Collective over `comm`, as all of it: every rank constructs one, calls work_goes_on() after each of its
-  /// pieces of work, as often as the others of its team, and finish() last. Allocates.
-  /// `team_size`: ranks with this rank's `team`.
+  /// Every function is collective over `comm`: every rank constructs a RollCall, calls work_goes_on() after
+  /// each piece of its work, as often as the other ranks of its team, and calls finish() last. Allocates.
+  /// `team_size` is the number of ranks in this rank's `team`.
   RollCall(B& backend, typename B::Comm& comm, typename B::Stream stream, int team, int team_size,
            std::chrono::milliseconds interval)
       : team_(team), team_size_(team_size), interval_(interval) {
@@ -40,8 +40,8 @@ class RollCall {
     if (gather_ && is_time) meet(/*is_done=*/false);
   }
 
-  /// Returns when all ranks have called it. As the function above, @throws Error(out_of_step) if a rank has
-  /// left out a meeting.
+  /// Returns when all ranks have called it.
+  /// @throws Error(out_of_step), as work_goes_on() does, if a rank has skipped a meeting.
   void finish() {
     while (gather_ && !meet(/*is_done=*/true)) {
     }
@@ -56,7 +56,7 @@ class RollCall {
     std::int64_t pieces_until_next = 0;
   };
 
-  /// Returns whether all are done.
+  /// Returns whether all ranks are done.
   bool meet(bool is_done) {
     const Message mine{team_, is_done ? 1 : 0, pieces_in_interval()};
     pieces_until_next_ = mine.pieces_until_next;
@@ -72,7 +72,8 @@ class RollCall {
     return are_all_done;
   }
 
-  /// As many as took `interval` at the speed of the last ones, but no more than twice those.
+  /// The number of pieces that take `interval` at the speed of the last ones, but at most twice the last
+  /// number.
   std::int64_t pieces_in_interval() const {
     const std::chrono::duration<double> taken = Clock::now() - last_meeting_;
     const double pieces =
@@ -83,13 +84,13 @@ class RollCall {
 
   static constexpr std::chrono::duration<double> kShortest{1e-9};
 
-  std::optional<BytesGather<B>> gather_;  // nothing where all are one team
+  std::optional<BytesGather<B>> gather_;  // empty if all ranks are one team
   std::int64_t team_;
   int team_size_;
   std::chrono::milliseconds interval_;
   Clock::time_point last_meeting_ = Clock::now();
-  std::int64_t num_pieces_ = 0;         // since the last one
-  std::int64_t pieces_until_next_ = 1;  // of a team
+  std::int64_t num_pieces_ = 0;         // since the last meeting
+  std::int64_t pieces_until_next_ = 1;  // of this rank's team
 };
 
 }  // namespace helix::decode

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StepBuilder: a step put together from tokens of several sequences.
+// StepBuilder: builds a step from tokens of several sequences.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@
 
 namespace helix::decode {
 
-/// One sequence's progress, the same on all ranks of a replica.
+/// Progress of one sequence; equal on all ranks of a replica.
 struct SequenceProgress {
   SequenceId id;
   const TokenIds* prompt = nullptr;
-  std::int64_t index = 0;      ///< Place in the request.
+  std::int64_t index = 0;      ///< Position in the request.
   std::int64_t prefilled = 0;  ///< Prompt tokens that are in the cache.
-  std::int32_t pending = 0;    ///< Token that was drawn and is not yet in the cache.
+  std::int32_t pending = 0;    ///< Token that was drawn but is not yet in the cache.
   bool is_done = false;
   TokenCounts counts;
   GeneratedSequence result;
@@ -29,7 +29,7 @@ struct SequenceProgress {
   std::int64_t generated() const { return std::ssize(result.tokens); }
 };
 
-/// Builds one step after the other in memory that stays.
+/// Builds one step after another and keeps the memory.
 class StepBuilder {
  public:
   /// Starts a new step.
@@ -51,7 +51,7 @@ class StepBuilder {
     counts_.push_back(std::ssize(tokens));
   }
 
-  /// Asks for the successor of the token at `row`.
+  /// Asks for the token that follows the token at `row`.
   void add_logit_row(const SequenceProgress& sequence, std::int64_t row, const SamplingConfig& sampling) {
     const auto logit_row = static_cast<std::int32_t>(step_.logit_rows.size());
     sequence.counts.append_penalties(logit_row, step_.penalties);
@@ -63,7 +63,7 @@ class StepBuilder {
 
   const Step& step() const { return step_; }
   std::int64_t num_tokens() const { return std::ssize(step_.tokens); }
-  /// Tokens of each of the step's sequences.
+  /// Number of tokens of each sequence of the step.
   std::span<const std::int64_t> counts() const { return counts_; }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Synthetic KV straight into pages of host memory.
+// Writes synthetic KV straight into pages in host memory.
 #include "generate/synthetic_kv.hpp"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace helix::decode {
 namespace {
 
-/// Columns of the rows of one kind: where they lie, and which they are.
+/// A range of columns of the K or V rows: their addresses and indices.
 struct Columns {
   void* pool = nullptr;
   KvStrides strides;
@@ -20,7 +20,7 @@ struct Columns {
   Range columns;
 };
 
-/// One page's rows of one head.
+/// Fills the rows of one head in one page.
 class PageFill {
  public:
   PageFill(const KvView& kv, std::int32_t slot, std::int64_t tokens, std::int64_t layer,
@@ -52,7 +52,7 @@ class PageFill {
     const std::int64_t page = kv_.page_table[kv_.first_page_of(slot_) + index];
     const std::int64_t end = std::min((index + 1) * page_tokens, local_tokens_);
     for (std::int64_t local = index * page_tokens; local < end;) {
-      // Positions are consecutive up to the end of a chunk, or for ever.
+      // Positions are consecutive up to the end of a chunk, or without limit if there is one rank.
       const std::int64_t chunk = kv_.layout.chunk();
       const std::int64_t run_end = kv_.layout.kvp() == 1 ? end : std::min(end, (local / chunk + 1) * chunk);
       const SyntheticRows rows = {.layer = layer_,
@@ -71,7 +71,7 @@ class PageFill {
     }
   }
 
-  /// Rows of DType::fp8_ds_mla.
+  /// Fills rows of type DType::fp8_ds_mla.
   void fill_mixed(std::int64_t index) const {
     const KvFormat& format = kv_.format;
     const std::int64_t page = kv_.page_table[kv_.first_page_of(slot_) + index];

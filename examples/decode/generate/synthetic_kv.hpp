@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Synthetic KV: a cache from a counter-based generator, so that every topology fills its shards alike.
+// Synthetic KV: cache contents from a counter-based generator, so that every topology fills its shards with
+// the same values.
 #pragma once
 
 #include <algorithm>
@@ -16,23 +17,23 @@
 
 namespace helix::decode {
 
-/// What a sequence of synthetic context decodes first.
+/// First token that a sequence with synthetic context decodes.
 inline constexpr std::int32_t kSyntheticFirstToken = 0;
 
-/// Writes positions [0, tokens) of the sequence in `slot` to the pages of the model's layer `layer`, which
-/// lie in host memory: the heads from the model's `first_head` on, and what kv.kvp_rank owns of the
-/// positions.
+/// Writes positions [0, tokens) of the sequence in `slot` to the pages of layer `layer` of the model, which
+/// must be in host memory. Writes the heads from the model's `first_head` on, and only the positions that
+/// kv.kvp_rank owns.
 void fill_synthetic_layer(const KvView& kv, std::int32_t slot, std::int64_t tokens, std::int64_t layer,
                           std::int64_t first_head, cpu::ThreadPool& threads);
 
-/// Backends that write synthetic KV where it lies.
+/// Backends that can generate synthetic KV in their own memory.
 template <class B>
 concept SyntheticKvBackend = requires(B& backend, const SyntheticKvArgs& args, typename B::Stream stream) {
   backend.fill_synthetic_kv(args, stream);
 };
 
-/// Writes positions [0, tokens) of `sequence` in the model's layers `layers` and KV heads `heads`: what this
-/// rank owns of them. The sequence must have been grown to `tokens`. Waits for the stream.
+/// Writes positions [0, tokens) of `sequence` in layers `layers` and KV heads `heads` of the model, only the
+/// part that this rank owns. The sequence must already have `tokens` tokens. Waits for the stream.
 template <DecoderBackend B>
 requires SyntheticKvBackend<B>
 void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& sequence, std::int64_t tokens,
@@ -48,12 +49,12 @@ void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& s
   backend.synchronize(stream);
 }
 
-/// The same in host memory: all threads of the rank write to the pages.
+/// The same for backends in host memory: all threads of the rank write to the pages.
 template <DecoderBackend B>
 requires HostMemoryBackend<B>
 void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& sequence, std::int64_t tokens,
                        Range layers, Range heads, typename B::Stream stream, bool show_progress) {
-  backend.synchronize(stream);  // which brings the page table up to date
+  backend.synchronize(stream);  // brings the page table up to date
   Progress progress("synthetic KV", tokens * layers.size(), show_progress);
   for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
     fill_synthetic_layer(cache.layer(static_cast<int>(layer - layers.begin)), cache.slot(sequence), tokens,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs of synthetic rows in SIMD, compiled for each instruction set and chosen at run time.
+// Fills runs of synthetic rows with SIMD, compiled for each instruction set and chosen at run time.
 
-// As in the library's kernels: machines before 2013 take the portable code.
+// As in the library's kernels: machines before 2013 use the portable code.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "generate/synthetic_rows.cpp"
 #include <hwy/foreach_target.h>
-// After foreach_target.
+// These must come after foreach_target.h.
 #include <algorithm>
 
 #include <hwy/highway.h>
@@ -25,7 +25,7 @@ constexpr hn::RebindToUnsigned<decltype(kF32)> kU32;
 constexpr hn::Rebind<std::uint16_t, decltype(kF32)> kU16;
 using Vec = hn::Vec<decltype(kF32)>;
 
-/// synthetic_element() of the columns whose numbers times 0x9e3779b9 are `products`.
+/// synthetic_element() of several columns; `products` are the column numbers times 0x9e3779b9.
 HWY_INLINE Vec elements(std::uint32_t key, hn::Vec<decltype(kU32)> products) {
   auto x = hn::Xor(hn::Set(kU32, key), products);
   x = hn::Xor(x, hn::ShiftRight<16>(x));
@@ -40,7 +40,7 @@ HWY_INLINE void store(Vec values, float* out) {
   hn::StoreU(values, kF32, out);
 }
 
-/// As bf16(float) does for finite values.
+/// Rounds like bf16(float) does for finite values.
 HWY_INLINE void store(Vec values, bf16* out) {
   const auto bits = hn::BitCast(kU32, values);
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(kU32, 1));
@@ -48,7 +48,7 @@ HWY_INLINE void store(Vec values, bf16* out) {
   hn::StoreU(hn::DemoteTo(kU16, hn::BitCast(kI32, rounded)), kU16, &out->bits);
 }
 
-/// Types whose conversion is worth no vectors.
+/// Types whose conversion is not worth vectorizing.
 template <class T>
 HWY_INLINE void store(Vec values, T* out) {
   HWY_ALIGN float lanes[hn::MaxLanes(kF32)];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TokenCounts: the tokens that a sequence has, for its penalties.
+// TokenCounts: how often a sequence has each token, for its penalties.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace helix::decode {
 
-/// Keeps nothing where no penalty is asked for.
+/// Keeps nothing if no penalty is active.
 class TokenCounts {
  public:
   TokenCounts() = default;
@@ -22,12 +22,12 @@ class TokenCounts {
     for (const std::int32_t token : prompt) output_counts_.try_emplace(token, 0);
   }
 
-  /// Counts a token of the output.
+  /// Counts an output token.
   void add(std::int32_t token) {
     if (penalties_.any()) ++output_counts_[token];
   }
 
-  /// Appends the penalties of the next token, which is drawn at logit row `row`.
+  /// Appends the penalties for the next token, which is drawn at logit row `row`.
   void append_penalties(std::int32_t row, std::vector<LogitPenalty>& penalties) const {
     for (const auto& [id, count] : output_counts_) {
       const float presence = count > 0 ? penalties_.presence : 0.0f;
@@ -38,7 +38,7 @@ class TokenCounts {
 
  private:
   Penalties penalties_;
-  std::map<std::int32_t, std::int64_t> output_counts_;  // 0: in the prompt only
+  std::map<std::int32_t, std::int64_t> output_counts_;  // 0: only in the prompt
 };
 
 }  // namespace helix::decode

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CapturedSteps: decode steps captured once a shape and replayed, on backends that can.
+// CapturedSteps: captures each shape of decode step once and replays it, on backends that can.
 #pragma once
 
 #include <algorithm>
@@ -11,29 +11,29 @@
 
 namespace helix::decode {
 
-/// Backends that capture what is queued on a stream and replay it with one launch, as cuda::Graph does.
+/// Backends that can capture the work queued on a stream and replay it with one launch, as cuda::Graph does.
 template <class B>
 concept CapturingBackend = requires {
   typename B::Graph;
 };
 
-/// Communicators of which each rank captures and replays a graph of its own. Without the constant a rank can
-/// capture only where it is alone.
+/// Communicators with which each rank can capture and replay a graph of its own. Without this constant, a
+/// rank can capture only if it is alone.
 template <class Comm>
 concept CapturesAlone = requires {
   requires Comm::kCapturesAlone;
 };
 
-/// What decides which work a step queues.
+/// The values that decide which work a step queues.
 struct StepShape {
-  std::span<const std::int32_t> query_offsets;  ///< Of the batch.
-  std::int64_t num_rows = 0;                    ///< Logit rows.
+  std::span<const std::int32_t> query_offsets;  ///< Offsets of the batch.
+  std::int64_t num_rows = 0;                    ///< Number of logit rows.
   bool is_random = false;                       ///< Whether draw counters advance.
 };
 
-/// Runs steps, each of which is `queue()`: it queues device work that depends on the step's shape and on
-/// device memory alone, and returns a Result that depends on the shape alone. This one is of backends that
-/// cannot capture: each step is queued.
+/// Runs steps. A step is `queue()`, which queues device work that depends only on the step's shape and on
+/// device memory, and returns a Result that depends only on the shape. This version is for backends that
+/// cannot capture: it queues each step.
 template <class B, class Result>
 class CapturedSteps {
  public:
@@ -47,14 +47,15 @@ class CapturedSteps {
   void clear() noexcept {}
 };
 
-/// A shape's first step is queued as it is, which loads kernels, plans products and connects ranks; the
-/// second is captured, and queued once more; each later one is replayed. The second is not replayed itself:
-/// a capture takes device memory, for which a rank may have to wait until its GPU is idle, and another rank
-/// on that GPU that replayed already would wait there for this one. Ranks that run equal steps decide alike.
+/// The first step of a shape is queued normally, which loads kernels, plans products and connects ranks. The
+/// second is captured and then queued once more; each later one is replayed. The second is not replayed
+/// itself, because a capture allocates device memory: a rank may have to wait until its GPU is idle, while
+/// another rank on that GPU that already replays waits for this rank. Ranks that run equal steps make equal
+/// decisions.
 template <CapturingBackend B, class Result>
 class CapturedSteps<B, Result> {
  public:
-  /// `is_on`: false queues each step.
+  /// If `is_on` is false, each step is queued.
   explicit CapturedSteps(bool is_on) : is_on_(is_on) {}
 
   /// @throws what queue() throws, and errors of the capture and the launch.
@@ -83,17 +84,17 @@ class CapturedSteps<B, Result> {
     return entry->result;
   }
 
-  /// Steps that were replayed so far.
+  /// Number of steps that were replayed so far.
   std::int64_t num_replayed() const { return num_replayed_; }
 
-  /// Destroys all graphs, also those that still run: a communicator in a graph waits for that before it is
-  /// gone.
+  /// Destroys all graphs, even those that still run: a communicator used by a graph waits for this before it
+  /// is destroyed.
   void clear() noexcept { entries_.clear(); }
 
  private:
-  // Drafts of many lengths, and batches that requests join and leave, have many shapes: a new one takes the
-  // place of one that has not come for long, so that captures, which take as long as several steps, stay
-  // rare. Other steps are queued. A graph takes up to a few MB.
+  // Drafts of varying length, and batches that requests join and leave, have many shapes. A new shape
+  // replaces only one that has not occurred for a long time, so that captures, which take as long as several
+  // steps, stay rare. Steps without a place are queued. A graph takes up to a few MB.
   static constexpr std::size_t kMaxShapes = 64;
   static constexpr std::int64_t kLongAgo = 1024;  // steps
 
@@ -101,7 +102,7 @@ class CapturedSteps<B, Result> {
     std::vector<std::int32_t> query_offsets;
     std::int64_t num_rows = 0;
     bool is_random = false;
-    std::int64_t last_step = 0;  // of num_steps_
+    std::int64_t last_step = 0;  // value of num_steps_
     Result result;
     typename B::Graph graph;  // empty: seen once
   };
@@ -121,8 +122,8 @@ class CapturedSteps<B, Result> {
   }
 
   bool is_on_;
-  std::deque<Entry> entries_;   // whose addresses stay
-  std::int64_t num_steps_ = 0;  // of all shapes
+  std::deque<Entry> entries_;   // a deque, so that addresses stay
+  std::int64_t num_steps_ = 0;  // over all shapes
   std::int64_t num_replayed_ = 0;
 };
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// CountedStep: tells a communicator that counts steps when one begins to be queued, and when it is.
+// CountedStep: tells a communicator that counts steps when the queueing of a step begins and ends.
 #pragma once
 
 #include <cstdint>
 
 namespace helix::decode {
 
-/// For the time in which step `step` is queued. A step that fails is not counted as queued.
+/// Lives while step `step` is being queued. A step that fails is not counted.
 template <class Comm>
 class CountedStep {
  public:
@@ -16,7 +16,7 @@ class CountedStep {
   CountedStep(const CountedStep&) = delete;
   CountedStep& operator=(const CountedStep&) = delete;
 
-  /// The step is queued.
+  /// Reports that the step is completely queued.
   void end() const {
     if constexpr (kCounts) comm_.end_step();
   }

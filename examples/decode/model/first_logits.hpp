@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// FirstLogits: the logits of the first ids, which reports have beside the tokens drawn.
+// FirstLogits: the logits of the first ids, which reports show besides the drawn tokens.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace helix::decode {
 
-/// Copies them out of logits; what a step leaves there is gone when the next one runs.
+/// Copies the first logits out of a step's logits, which the next step overwrites.
 template <DecoderBackend B>
 class FirstLogits {
  public:
@@ -30,8 +30,9 @@ class FirstLogits {
     backend.upload(rows_.data(), rows.data(), rows.size() * sizeof(std::int32_t), stream);
   }
 
-  /// From `logits`, [ranks, rows, width] of the stage's first ranks that hold all of these ids, to `to`
-  /// (device, [rows, kFirstLogits]). Where there are fewer ids the rest stays as it is. Queued on `stream`.
+  /// Copies from `logits` ([ranks, rows, width], the shards of the stage's first ranks, which hold all of
+  /// these ids) to `to` (device, [rows, kFirstLogits]). If the vocabulary has fewer ids, the rest of `to` is
+  /// unchanged. Queued on `stream`.
   void keep(TensorView<const T, 3> logits, T* to, typename B::Stream stream) {
     const std::int64_t rows = logits.extent(1);
     const TensorView<T, 2> kept(to, {rows, std::int64_t{kFirstLogits}});
@@ -50,7 +51,7 @@ class FirstLogits {
  private:
   B* backend_;
   const Topology* topo_;
-  typename B::Buffer rows_;  // 0, 1, ...: all of them are gathered
+  typename B::Buffer rows_;  // 0, 1, ...: all rows are gathered
 };
 
 }  // namespace helix::decode

@@ -20,15 +20,15 @@
 
 namespace helix::decode {
 
-/// Owns everything of the layers but their weights. Collective: all ranks of the stage build it and queue it
-/// together.
+/// Owns everything that the layers need except their weights. Collective: all ranks of the stage construct
+/// and queue it together.
 template <DecoderBackend B>
 class LayerStack {
  public:
   using T = typename B::Activation;
   using Stream = typename B::Stream;
 
-  /// Queues copies on `stream`, which is to be synchronised before the first step.
+  /// Queues copies on `stream`, which must be synchronised before the first step.
   LayerStack(B& backend, const Topology& topo, const RankShape& shape, Range layers, const ModelConfig& model,
              const KvCacheSpec& cache, const StageLimits& limits, const StepWorkspace<B>& bytes,
              Stream stream)
@@ -55,9 +55,9 @@ class LayerStack {
   /// Bytes that the exchanges queued so far send to other ranks.
   std::int64_t sent_payload_bytes() const { return exchange_.sent_payload_bytes(); }
 
-  /// Queues all layers, in place on `hidden` [tokens, M]. Each ends with the input norm of the next, the last
-  /// with `weights.final_norm`, where there is one: what comes back is `hidden` after it, [tokens, M], valid
-  /// until the next call.
+  /// Queues all layers, in place on `hidden` [tokens, M]. Each layer ends with the input norm of the next;
+  /// the last ends with `weights.final_norm`, if there is one. Returns the normed `hidden`, [tokens, M],
+  /// valid until the next call.
   TensorView<T, 2> queue(const StageWeightViews& weights, TensorView<T, 2> hidden, const Batch& batch,
                          int hop_b_slices, Stream stream) {
     const TensorView<T, 2> normed(reinterpret_cast<T*>(normed_.data()), hidden.extents());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// LogitExtras: what few steps ask of their logits beside a draw: penalties before it, log-probabilities
-// after.
+// LogitExtras: rarely needed work on a step's logits: penalties before tokens are drawn, log-probabilities
+// afterwards.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 
 namespace helix::decode {
 
-/// Device memory for both, which grows with the steps that need it. Since addresses then change, such steps
-/// are not captured.
+/// Device memory for penalties and log-probabilities. It grows when a step needs more, and growing changes
+/// addresses, so such steps are not captured.
 template <DecoderBackend B>
 class LogitExtras {
  public:
@@ -28,7 +28,7 @@ class LogitExtras {
 
   static bool is_needed(const Step& step) { return !step.penalties.empty() || step.num_best; }
 
-  /// Takes what the next step asks for. The step before must have ended.
+  /// Takes the requirements of the next step. The previous step must have ended.
   void set(const Step& step, Stream stream) {
     num_penalties_ = std::ssize(step.penalties);
     num_rows_ = step.num_best ? std::ssize(step.logit_rows) : 0;
@@ -45,17 +45,18 @@ class LogitExtras {
     }
   }
 
-  /// Whether the step that set() was told of asks for nothing.
+  /// Whether the step passed to set() needs nothing.
   bool is_empty() const { return num_penalties_ == 0 && num_rows_ == 0; }
 
-  /// Last stage: applies the step's penalties. Queued.
+  /// Applies the step's penalties. Last stage only. Queued.
   template <class Logits>
   void penalize(VocabularyHead<B>& head, Logits logits, Stream stream) {
     const auto* penalties = reinterpret_cast<const LogitPenalty*>(penalties_device_.data());
     head.penalize(logits, penalties, num_penalties_, stream);
   }
 
-  /// Last stage: finds the log-probabilities of the drawn `tokens` (device) and of the likeliest. Queued.
+  /// Computes the log-probabilities of the drawn `tokens` (device) and of the likeliest tokens. Last stage
+  /// only. Queued.
   template <class Logits>
   void find_log_probs(VocabularyHead<B>& head, Logits logits, const std::int32_t* tokens, Stream stream) {
     if (num_rows_ == 0) return;
@@ -65,13 +66,13 @@ class LogitExtras {
                    reinterpret_cast<float*>(device + best_begin()), stream);
   }
 
-  /// Brings what was found to all stages. Queued; collective over the pipeline.
+  /// Sends the log-probabilities to all stages. Queued; collective over the pipeline.
   void broadcast(typename B::Comm& pipeline, int last_stage, Stream stream) {
     if (num_rows_ > 0)
       pipeline.broadcast(found_device_.data(), static_cast<std::int64_t>(found_.size()), last_stage, stream);
   }
 
-  /// Waits for `stream` and brings what was found to the host, valid until the next set().
+  /// Waits for `stream` and returns the log-probabilities on the host, valid until the next set().
   LogProbs download(Stream stream) {
     if (num_rows_ == 0) return {};
     backend_->download(found_.data(), found_device_.data(), found_.size(), stream);
@@ -83,7 +84,7 @@ class LogitExtras {
   }
 
  private:
-  static constexpr std::size_t kFieldBytes = 4;  // of an id and of a logarithm
+  static constexpr std::size_t kFieldBytes = 4;  // size of an id or a logarithm
   static_assert(sizeof(float) == kFieldBytes && sizeof(std::int32_t) == kFieldBytes);
 
   std::size_t ids_begin() const { return static_cast<std::size_t>(num_rows_) * kFieldBytes; }
@@ -97,10 +98,11 @@ class LogitExtras {
 
   B* backend_;
   std::int64_t num_penalties_ = 0;
-  std::int64_t num_rows_ = 0;  // with log-probabilities
+  std::int64_t num_rows_ = 0;  // rows with log-probabilities
   std::int64_t num_best_ = 0;
   std::vector<LogitPenalty> penalties_;
-  std::vector<std::byte> found_;  // of the tokens f32; ids i32 and logarithms f32 of the best
+  // Logarithms (f32) of the drawn tokens, then ids (i32) and logarithms (f32) of the likeliest.
+  std::vector<std::byte> found_;
   typename B::Buffer penalties_device_;
   typename B::Buffer found_device_;
 };

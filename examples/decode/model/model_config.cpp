@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows from a model's config for one layer.
+// Derives one layer's values from the model's config.
 #include "model/model_config.hpp"
 
 #include <cmath>

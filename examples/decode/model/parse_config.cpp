@@ -26,12 +26,12 @@ constexpr double kMaxFactor = 1e6;
 constexpr std::string_view kSupportedModels =
     "llama, mistral, ministral, qwen2, qwen3, deepseek_v2, deepseek_v3";
 
-/// Both names of one architecture: transformers takes a mistral with layer_types for a ministral.
+/// Both names of one architecture: transformers treats a mistral with layer_types as a ministral.
 bool is_mistral(const std::string& model_type) {
   return model_type == "mistral" || model_type == "ministral";
 }
 
-/// What transformers assumes of a family when a key is absent.
+/// Default values that transformers uses for a model family when a key is absent.
 struct FamilyDefaults {
   std::int64_t num_kv_heads = 0;  // 0: as many as query heads
   std::int64_t head_dim = 0;      // 0: hidden / heads
@@ -55,7 +55,7 @@ FamilyDefaults family_defaults(const ObjectReader& top, const std::string& model
 DType parse_dtype_key(const ObjectReader& top, DType absent) {
   const char* key = top.has("dtype") ? "dtype" : "torch_dtype";
   if (!top.has(key)) return absent;
-  constexpr std::string_view kModule = "torch.";  // as older files have it
+  constexpr std::string_view kModule = "torch.";  // prefix in older files
   const std::string given = top.string(key);
   const std::string_view dtype =
       std::string_view(given).substr(given.starts_with(kModule) ? kModule.size() : 0);
@@ -66,12 +66,12 @@ DType parse_dtype_key(const ObjectReader& top, DType absent) {
   top.unsupported(key, " is ", printable(given), "; supported are bfloat16, float16, float32");
 }
 
-/// A boolean that is true where the key is absent; null is false, as transformers tests it.
+/// A boolean that is true if the key is absent. Null is false, as in transformers.
 bool true_unless_null(const ObjectReader& reader, const char* key) {
   return reader.boolean_or(key, reader.is_absent(key));
 }
 
-/// The rope_type, whose spelling was "type" once.
+/// The rope_type; older files spell the key "type".
 RopeType parse_rope_type(const ObjectReader& scaling) {
   const char* key = scaling.has("rope_type") ? "rope_type" : "type";
   const std::string type = scaling.string_or(key, "default");
@@ -91,7 +91,7 @@ void parse_llama3(const ObjectReader& scaling, RopeConfig& rope) {
   }
 }
 
-/// A positive number. Zero means "not given", as in transformers.
+/// A positive number. Zero counts as absent, as in transformers.
 double nonzero_or(const ObjectReader& scaling, const char* key, double fallback) {
   const nlohmann::json* value = scaling.find(key);
   return value == nullptr || *value == 0 ? fallback : scaling.number(key, 1e-3, kMaxFactor);
@@ -129,7 +129,7 @@ void parse_scaling(const ObjectReader& top, const ObjectReader& scaling, RopeCon
   if (rope.type == RopeType::yarn) parse_yarn(scaling, rope);
 }
 
-/// Keys that transformers takes for no rope of this type either: misspelt, or of something newer.
+/// Keys that transformers does not read for this rope type either: misspelt ones, or keys of newer versions.
 std::vector<std::string> unread_rope_keys(const ObjectReader& scaling, RopeType type) {
   std::set<std::string_view> known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"};
   if (type != RopeType::standard) known.insert({"factor", "mscale_all_dim"});
@@ -145,13 +145,13 @@ std::vector<std::string> unread_rope_keys(const ObjectReader& scaling, RopeType 
 
 void parse_rope(const ObjectReader& top, ModelConfig& config) {
   RopeConfig& rope = config.rope;
-  // The older layout (rope_theta beside rope_scaling) wins over the newer one where a file has both.
+  // If a file has both layouts, the older one (rope_theta beside rope_scaling) wins.
   const std::optional<ObjectReader> older = top.object("rope_scaling");
   const std::optional<ObjectReader> scaling = older ? older : top.object("rope_parameters");
-  // Before the keys that a type which is not built would need.
+  // Parsed before the keys that an unsupported type might need.
   if (scaling) rope.type = parse_rope_type(*scaling);
 
-  constexpr double kMinTheta = 1.0 + 1e-6;  // yarn divides by its logarithm
+  constexpr double kMinTheta = 1.0 + 1e-6;  // yarn divides by the logarithm of theta
   constexpr double kMaxTheta = 1e15;
   if (scaling && scaling->has("rope_theta")) {
     rope.theta = scaling->number("rope_theta", kMinTheta, kMaxTheta);
@@ -222,7 +222,7 @@ void parse_windows(const ObjectReader& top, ModelConfig& config) {
     }
     return;
   }
-  if (!is_qwen || !has_windows) return;  // all layers alike
+  if (!is_qwen || !has_windows) return;  // all layers are alike
   const std::int64_t first = top.integer_or("max_window_layers", 28, 0, kMaxCount);
   for (std::int64_t layer = 0; layer < config.shape.num_layers; ++layer)
     config.is_window_layer.push_back(layer >= first);
@@ -259,7 +259,7 @@ void parse_grouped_query(const ObjectReader& top, ModelConfig& config, const Fam
 
   const bool attention_bias = top.boolean_or("attention_bias", false);
   if (config.model_type == "qwen2") {
-    config.has_qkv_bias = true;  // the architecture's, whatever the key says
+    config.has_qkv_bias = true;  // a property of the architecture, whatever the key says
   } else if (config.model_type == "llama" || config.model_type == "qwen3") {
     config.has_qkv_bias = config.has_output_bias = attention_bias;
   }
@@ -267,7 +267,7 @@ void parse_grouped_query(const ObjectReader& top, ModelConfig& config, const Fam
   config.has_qk_norm = config.model_type == "qwen3";
 }
 
-/// Scoring and groups of the router, once the experts' sizes are known.
+/// Parses the router's scoring and groups; the experts' sizes must be known.
 void parse_router(const ObjectReader& top, ModelConfig& config) {
   const bool is_v3 = config.model_type == "deepseek_v3";
   const MoeShape& moe = *config.shape.moe;
@@ -332,7 +332,7 @@ void parse_experts(const ObjectReader& top, ModelConfig& config) {
   }
   moe.top_k = is_v3 ? top.integer_or("num_experts_per_tok", 8, 1, moe.num_experts)
                     : top.integer("num_experts_per_tok", 1, moe.num_experts);
-  // config.json counts the period from layer 0, MoeShape from the first MoE layer.
+  // config.json counts the period from layer 0; MoeShape counts it from the first MoE layer.
   moe.layer_stride = top.integer_or("moe_layer_freq", 1, 1, kMaxCount);
   const std::int64_t first_dense = top.integer_or("first_k_dense_replace", is_v3 ? 3 : 0, 0, kMaxCount);
   moe.first_dense_layers = (first_dense + moe.layer_stride - 1) / moe.layer_stride * moe.layer_stride;
@@ -354,7 +354,7 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
   }
   config.has_qkv_bias = config.has_output_bias = top.boolean_or("attention_bias", false);
   config.shape.mla = mla;
-  // Layers behind the last that predict a token more: the checkpoint has their weights.
+  // The checkpoint has weights of extra layers after the last, which predict further tokens.
   if (config.model_type == "deepseek_v3")
     config.num_mtp_layers = top.integer_or("num_nextn_predict_layers", 1, 0, kMaxCount);
   config.shape.num_kv_heads = 1;
@@ -369,8 +369,8 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
     top.unsupported("mlp_bias", " is true with n_shared_experts 0: biases of shared experts that are none");
 }
 
-/// Leaves out sizes that no layer uses: they must not forbid a topology. Dense layers are the first ones and
-/// those between MoE layers.
+/// Leaves out sizes that no layer uses, because they must not forbid a topology. Dense layers are the first
+/// layers and those between MoE layers.
 void drop_unused_sizes(ModelShape& shape) {
   if (shape.moe && shape.moe->first_dense_layers >= shape.num_layers) shape.moe.reset();
   const bool has_dense_layers = !shape.moe || shape.moe->first_dense_layers > 0 ||
@@ -391,7 +391,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   const FamilyDefaults defaults = family_defaults(top, config.model_type);
 
   const std::string activation = top.string_or("hidden_act", "silu");
-  if (activation != "silu" && activation != "swish")  // two names of one
+  if (activation != "silu" && activation != "swish")  // two names of one function
     top.unsupported("hidden_act", " is ", printable(activation), "; supported is silu");
   if (top.has("per_layer_config"))
     top.unsupported("per_layer_config", " is given; layers that differ by it are not built");
@@ -420,7 +420,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   }
   parse_windows(top, config);
   parse_rope(top, config);
-  // Some files leave max_position_embeddings at what the model was trained on, as Qwen's say to.
+  // Some files leave max_position_embeddings at the trained length, as Qwen's instructions say.
   if (config.rope.type == RopeType::yarn) {
     const double extended =
         config.rope.factor * static_cast<double>(config.rope.original_max_position_embeddings);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Windows, and all else as the config has it.
+// Converts a config for the planner; only windows need work.
 #include "model/planner_model.hpp"
 
 namespace helix::decode {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// planner_model: a checkpoint's config as the planner sees it.
+// planner_model(): converts a checkpoint's config to the planner's model.
 #pragma once
 
 #include <helix/plan/model.hpp>
@@ -8,7 +8,8 @@
 
 namespace helix::decode {
 
-/// The model of `config`. @throws Error(invalid_argument) for sizes that no model has.
+/// The planner's model of `config`.
+/// @throws Error(invalid_argument) for sizes that no model has.
 plan::Model planner_model(const ModelConfig& config);
 
 }  // namespace helix::decode

@@ -9,12 +9,13 @@
 namespace helix::decode {
 namespace {
 
-/// yarn's 0.1 * mscale * ln(scale) + 1.
+/// yarn's factor: 0.1 * mscale * ln(scale) + 1.
 double yarn_mscale(double scale, double mscale) {
   return scale <= 1.0 ? 1.0 : 0.1 * mscale * std::log(scale) + 1.0;
 }
 
-/// Piecewise scaling by wavelength: short waves stay, long ones are slowed by `factor`, in between a blend.
+/// Scales frequencies by wavelength: short waves stay, long ones are slowed by `factor`, and those in between
+/// are blended.
 void scale_llama3(const RopeConfig& rope, std::vector<float>& frequencies) {
   const auto context = static_cast<double>(rope.original_max_position_embeddings);
   const auto low_wavelength = static_cast<float>(context / rope.low_freq_factor);
@@ -33,7 +34,8 @@ void scale_llama3(const RopeConfig& rope, std::vector<float>& frequencies) {
   }
 }
 
-/// A ramp over the dimensions between fast rotations (kept) and slow ones (interpolated).
+/// Blends linearly between the dimensions that rotate fast (kept) and those that rotate slowly
+/// (interpolated).
 void scale_yarn(const RopeConfig& rope, std::vector<float>& frequencies) {
   const auto dim = static_cast<double>(rope.rotary_dim);
   const auto context = static_cast<double>(rope.original_max_position_embeddings);
@@ -48,7 +50,7 @@ void scale_yarn(const RopeConfig& rope, std::vector<float>& frequencies) {
   }
   low = std::max(low, 0.0);
   high = std::min(high, dim - 1.0);
-  if (static_cast<float>(high - low) == 0.0f) high += 0.001;  // no division by zero
+  if (static_cast<float>(high - low) == 0.0f) high += 0.001;  // avoids a division by zero
 
   for (std::size_t i = 0; i < frequencies.size(); ++i) {
     const auto position = static_cast<float>(2 * i) / static_cast<float>(rope.rotary_dim);

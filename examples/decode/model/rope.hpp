@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RopeConfig: a rotary embedding as a config states it, and the constants that follow from it.
+// RopeConfig: a rotary embedding as given in a config, and the constants that follow from it.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@ namespace helix::decode {
 
 enum class RopeType : std::uint8_t { standard, linear, llama3, yarn };
 
-/// Rotary embedding as the config states it; `standard` uses theta alone.
+/// Rotary embedding as given in the config; `standard` uses only theta.
 struct RopeConfig {
   RopeType type = RopeType::standard;
   double theta = 10000.0;
-  std::int64_t rotary_dim = 0;  ///< Rotated part of a head: all of it, or MLA's qk_rope_head_dim.
+  std::int64_t rotary_dim = 0;  ///< Rotated dimensions of a head: the whole head, or MLA's qk_rope_head_dim.
   bool is_interleaved = false;
   double factor = 1.0;                                ///< Factor of linear, llama3 and yarn.
   std::int64_t original_max_position_embeddings = 0;  ///< llama3 and yarn.
@@ -27,15 +27,15 @@ struct RopeConfig {
   std::optional<double> attention_factor{};           ///< yarn.
   bool truncate = true;  ///< yarn: round the correction range to whole dimensions.
 
-  /// Inverse frequency of each rotary pair, [rotary_dim / 2], scaled as `type` says, in float32 operation by
-  /// operation as transformers computes it.
+  /// Inverse frequency of each rotary pair, [rotary_dim / 2], scaled for `type`. Computed in float32 with the
+  /// same sequence of operations as in transformers.
   std::vector<float> inverse_frequencies() const;
 
-  /// Factor on cos and sin: yarn's attention factor, else 1.
+  /// Factor on cos and sin: yarn's attention factor, otherwise 1.
   float magnitude() const;
 
   /// Factor on the softmax scale of latent attention: yarn's m^2 for mscale_all_dim, which transformers
-  /// applies to every type but `standard`; 1 where that is not given.
+  /// applies to every type except `standard`; 1 if mscale_all_dim is not given.
   double latent_softmax_factor() const;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages of fixed length that begin with how many bytes there are: what does not fit goes in a second one.
+// Messages of fixed length that begin with their byte count; bytes that do not fit go into a second message.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 
 namespace helix::decode {
 
-/// What goes in the first message: the tokens of a step, or the order of some dozen sequences.
+/// Size of the first message. The tokens of a step fit, or an order for some dozen sequences.
 inline constexpr std::size_t kFirstBytes = 8192;
-/// Of its bytes, those of the number.
+/// Bytes of the count at its beginning.
 inline constexpr std::size_t kSizeBytes = sizeof(std::uint64_t);
 
-/// The first message of `bytes`: their number, and as many of them as fit; zeros behind.
+/// The first message of `bytes`: their count, as many of them as fit, then zeros.
 inline std::vector<std::byte> first_message(std::span<const std::byte> bytes) {
   std::vector<std::byte> message(kFirstBytes);
   const std::uint64_t size = bytes.size();
@@ -26,14 +26,14 @@ inline std::vector<std::byte> first_message(std::span<const std::byte> bytes) {
   return message;
 }
 
-/// The number that the first message at `message` begins with.
+/// The count at the beginning of the first message.
 inline std::uint64_t size_in(const std::byte* message) {
   std::uint64_t size = 0;
   std::memcpy(&size, message, kSizeBytes);
   return size;
 }
 
-/// Whether that many bytes fit in the first message.
+/// Whether `size` bytes fit in the first message.
 inline bool fits_first_message(std::uint64_t size) {
   return size <= kFirstBytes - kSizeBytes;
 }

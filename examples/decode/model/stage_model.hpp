@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// StageModel: one rank's part of a model (its pipeline stage's layers, its slices, its KV shard) and one step
-// through it.
+// StageModel: one rank's part of a model (its pipeline stage's layers, its weight slices, its KV shard), and
+// the steps through it.
 #pragma once
 
 #include <algorithm>
@@ -32,19 +32,20 @@
 
 namespace helix::decode {
 
-/// One rank of one stage. Collective: all ranks of the replica build it and step it together.
+/// One rank of one stage. Collective: all ranks of the replica construct it and run each step together.
 ///
-/// A step has its batch and inputs copied to fixed addresses, and is then queued, or replayed where one of
-/// its shape was captured. It ends by making the inputs of the step that feeds each drawn token at the next
-/// position, for which nothing is copied then. With a communicator whose collectives one launch does for all
-/// ranks, only a rank that is alone in its replica captures.
+/// A step copies its batch and inputs to fixed addresses. Its work is then queued, or replayed if a step of
+/// this shape was captured. Each step ends by preparing the inputs of the following step, which feeds each
+/// drawn token at the next position; such a step then copies nothing. If one launch runs a communicator's
+/// collectives for all ranks, only a rank that is alone in its replica captures.
 template <DecoderBackend B>
 class StageModel {
  public:
   using T = typename B::Activation;
   using Stream = typename B::Stream;
 
-  /// `pipeline`: the ranks of equal stage_rank, by stage; it outlives the model. Collective over the stage.
+  /// `pipeline` holds the ranks with equal stage_rank, by stage; it must outlive the model. Collective over
+  /// the stage.
   StageModel(B& backend, const Topology& topo, int stage, const ModelConfig& model, StageWeights<B> weights,
              const KvCacheSpec& cache, const StageLimits& limits, const StepOptions& options,
              typename B::Comm& pipeline)
@@ -66,7 +67,7 @@ class StageModel {
                       (CapturesAlone<typename B::Comm> || topo.pp() * topo.stage_size() == 1)) {
     if (options.has_logit_norms)
       first_logits_ = std::make_unique<FirstLogits<B>>(backend, topo, limits.max_logit_rows, stream_);
-    if (is_last()) {  // whose rows come normed
+    if (is_last()) {  // the last stage's layers return normed rows
       head_ = std::make_unique<VocabularyHead<B>>(backend, topo, WeightView{}, weights_.lm_head,
                                                   model.rms_norm_eps);
     }
@@ -87,22 +88,22 @@ class StageModel {
             .workspace_bytes = static_cast<std::int64_t>(bytes_.total())};
   }
 
-  /// Runs steps of the given shapes, on padding, which reads and writes no cache, or on an empty slot: loads
-  /// kernels, plans products, connects ranks, captures the decode step and replays it once. Collective over
-  /// the replica; waits. The cache must be empty.
+  /// Runs steps of the given shapes on padding, which reads and writes no cache, or on an empty slot. This
+  /// loads kernels, plans products, connects ranks, captures the decode step and replays it once. Collective
+  /// over the replica; waits. The cache must be empty.
   void warm_up(const WarmUp& shapes) {
     if (shapes.prefill_tokens > 0)
       run_padding(1, shapes.prefill_tokens, shapes.is_random, /*is_decode=*/false);
     for (const std::int64_t length : shapes.prompts)
       run_prompt(length, std::min(length, shapes.prefill_tokens), shapes.is_random);
-    for (int i = 0; i < 3 && shapes.sequences > 0; ++i)  // queued, captured, replayed
+    for (int i = 0; i < 3 && shapes.sequences > 0; ++i)  // queue, capture, replay
       run_padding(shapes.sequences, shapes.decode_tokens, shapes.is_random, /*is_decode=*/true);
     num_warm_up_replays_ = decode_steps_.num_replayed();
   }
 
-  /// Runs the step's tokens through this stage; the cache must hold the grown sequences already
-  /// (cache().append). The hidden states come from the stage before and go to the one after over the
-  /// pipeline; so do the tokens, one a logit row, that the last stage draws. Queued; finish() waits.
+  /// Runs the step's tokens through this stage. The cache must already be grown by the step (cache().append).
+  /// Hidden states arrive from the previous stage and go to the next stage over the pipeline. The last stage
+  /// draws one token per logit row and sends the tokens to all stages. Queued; finish() waits.
   void forward(const Step& step) {
     ++num_steps_;
     if (step != next_) {
@@ -113,17 +114,19 @@ class StageModel {
     run(step);
   }
 
-  /// Lets forward_next() come before finish(), which then waits for the last step and not for that one.
-  /// Returns whether the backend can. Not for steps with penalties or log-probabilities.
+  /// Allows forward_next() to be called before finish(). finish() then waits only for the last step, not for
+  /// the one that forward_next() queues. Returns whether the backend supports this. Not for steps with
+  /// penalties or log-probabilities.
   bool can_go_ahead() { return buffer_.queue_download(num_rows(), stream_); }
 
-  /// As forward(), of the step that feeds each token which the last one draws, known to the host or not.
+  /// Like forward(), for the step that feeds the tokens drawn by the last step, even if the host does not
+  /// know them yet.
   void forward_next() {
     ++num_steps_;
     run(next_);
   }
 
-  /// Waits for the last forward(), see can_go_ahead(). @returns what it drew; valid until the next one.
+  /// Waits for the last forward(); see can_go_ahead(). @returns what it drew, valid until the next finish().
   /// @throws the first failure.
   Drawn finish() {
     buffer_.take(num_rows(), stream_);
@@ -133,26 +136,26 @@ class StageModel {
     return drawn;
   }
 
-  /// Bytes that the exchanges of the last forward() send to other ranks, all layers.
+  /// Bytes that the exchanges of the last forward() send to other ranks, over all layers.
   std::int64_t sent_payload_bytes() const { return sent_payload_bytes_; }
 
-  /// Steps that were replayed from a captured one, those of warm_up() left out.
+  /// Number of steps that were replayed from a captured one, except those of warm_up().
   std::int64_t num_replayed_steps() const { return decode_steps_.num_replayed() - num_warm_up_replays_; }
 
-  /// Destroys the captured steps, for which a communicator's abort would wait. No step follows.
+  /// Destroys the captured steps, because a communicator's abort would wait for them. No step may follow.
   void drop_captured_steps() noexcept { decode_steps_.clear(); }
 
  private:
-  /// Logit rows of the last step.
+  /// Number of logit rows of the last step.
   std::int64_t num_rows() const { return std::ssize(next_.logit_rows); }
 
-  /// The step's inputs; slots_ are those of its sequences.
+  /// Copies the step's inputs to the device; slots_ must hold the slots of its sequences.
   void upload_inputs(const Step& step) {
     buffer_.set(step.tokens, step.logit_rows, step.draw_counters, step.sampling, stream_);
     batch_.set(step.query_offsets, step.positions, slots_, stream_, /*tells_lengths=*/!step.is_decode);
   }
 
-  /// Queues or replays the step, whose inputs the device has.
+  /// Queues or replays the step, whose inputs are on the device.
   void run(const Step& step) {
     const CountedStep<typename B::Comm> counted(*pipeline_, num_steps_);
     extras_.set(step, stream_);
@@ -167,8 +170,8 @@ class StageModel {
     for (std::uint64_t& counter : next_.draw_counters) ++counter;
   }
 
-  /// The last `tokens` tokens of a prompt, of no sequence: slot 0 has no pages yet, so that its rows are
-  /// those of the spare page (PageTable), whatever they hold. What it draws is nothing.
+  /// Runs the last `tokens` tokens of a prompt without a sequence. Slot 0 has no pages yet, so its rows are
+  /// those of the spare page (PageTable), whatever they hold. The drawn tokens mean nothing.
   void run_prompt(std::int64_t length, std::int64_t tokens, bool is_random) {
     Step step = padding_step(1, tokens, is_random, /*is_decode=*/false);
     std::iota(step.positions.begin(), step.positions.end(), length - tokens);
@@ -188,8 +191,8 @@ class StageModel {
 
   RankShape rank_shape() const { return topo_->rank_shape(backend_->comms().stage->rank()); }
 
-  /// Queues the step and the inputs of the next. Reads of the host nothing but shapes (invariant 10). Returns
-  /// the bytes that its exchanges send, which depend on the shape alone.
+  /// Queues the step and the preparation of the next step's inputs. Reads only shapes from the host
+  /// (invariant 10). Returns the bytes that its exchanges send, which depend only on the shape.
   std::int64_t queue_step(std::int64_t num_tokens, std::int64_t num_rows, bool is_random) {
     const Batch batch = batch_.batch();
     const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
@@ -208,7 +211,7 @@ class StageModel {
       extras_.broadcast(*pipeline_, topo_->pp() - 1, stream_);
     }
     batch_.advance(stream_);
-    if (is_random) buffer_.advance(num_rows, stream_);  // greedy: not read
+    if (is_random) buffer_.advance(num_rows, stream_);  // greedy decoding does not read the counters
     return sent;
   }
 
@@ -220,12 +223,12 @@ class StageModel {
     }
   }
 
-  /// Whether what reports have of logits can be had where the ranks keep theirs. Alike on all ranks.
+  /// Whether rank 0's part of the logits holds all first logits that reports show. Equal on all ranks.
   bool has_first_logits_on_rank_0() const {
     return topo_->vocab(0).end >= std::min(std::int64_t{kFirstLogits}, topo_->shape().vocab);
   }
 
-  /// Tokens of the step's logit rows, and what is asked for beside them. Last stage.
+  /// Draws the tokens of the step's logit rows, and computes the requested extras. Last stage only.
   void draw(TensorView<T, 2> normed, const Batch& batch, std::int64_t num_rows, bool is_random) {
     const std::span<std::byte> workspace(head_workspace_.data(), head_workspace_.size_bytes());
     if (!is_random && extras_.is_empty() && has_first_logits_on_rank_0()) {
@@ -264,7 +267,7 @@ class StageModel {
   std::unique_ptr<VocabularyHead<B>> head_;
   std::unique_ptr<FirstLogits<B>> first_logits_;
   std::vector<std::int32_t> slots_;
-  Step next_;  // whose inputs the device holds
+  Step next_;  // the step whose inputs are on the device
   std::uint64_t num_steps_ = 0;
   std::int64_t num_warm_up_replays_ = 0;
   std::int64_t sent_payload_bytes_ = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a stage of the model is built for: capacities and options of its steps, and the memory they take.
+// What a stage of the model is built for: the capacities and options of its steps, and the memory that they
+// take.
 #pragma once
 
 #include <cstddef>
@@ -17,45 +18,47 @@
 
 namespace helix::decode {
 
-/// Capacities, equal on all ranks.
+/// Capacities of a stage. Equal on all ranks.
 struct StageLimits {
   std::int64_t max_sequences = 0;
   std::int64_t max_step_tokens = 0;
   std::int64_t max_logit_rows = 0;
   int max_slices = 8;
-  MlaPrefill mla_prefill{.form = MlaForm::absorbed};  ///< Of all layers.
+  MlaPrefill mla_prefill{.form = MlaForm::absorbed};  ///< Setting of all layers.
 };
 
-/// What stays the same from step to step. Equal on all ranks.
+/// Options that stay the same from step to step. Equal on all ranks.
 struct StepOptions {
-  int hop_b_slices = 0;          ///< 0: chosen, 1: off.
-  bool has_logit_norms = false;  ///< Norms of each logit row are computed, on the last stage.
-  bool captures = true;  ///< Replays decode steps of equal shapes where the backend and the ranks allow it.
+  int hop_b_slices = 0;          ///< 0: chosen automatically, 1: off.
+  bool has_logit_norms = false;  ///< Whether the last stage computes the norm of each logit row.
+  /// Whether decode steps of equal shapes are replayed, if the backend and the ranks allow it.
+  bool captures = true;
 };
 
-/// Steps that a model runs before its first one, see StageModel::warm_up(). Equal on all ranks.
+/// Steps that a model runs before its first real one, see StageModel::warm_up(). Equal on all ranks.
 struct WarmUp {
-  std::int64_t prefill_tokens = 0;  ///< Of one sequence; 0: no such step.
-  /// Tokens of sequences whose last prefill_tokens run too, each in its step: prompts may take what padding
-  /// does not (MlaPrefill).
+  std::int64_t prefill_tokens = 0;  ///< Tokens of one sequence; 0: no prefill step.
+  /// Lengths of prompts whose last prefill_tokens run too, each in a step of its own. Prompts may take a path
+  /// that padding does not take (MlaPrefill).
   std::vector<std::int64_t> prompts{};
-  std::int64_t sequences = 0;      ///< Of a decode step; 0: no such step.
-  std::int64_t decode_tokens = 1;  ///< Of each of them.
+  std::int64_t sequences = 0;      ///< Sequences of a decode step; 0: no decode step.
+  std::int64_t decode_tokens = 1;  ///< Tokens of each of these sequences.
   bool is_random = false;          ///< Whether tokens are drawn at random.
 };
 
 /// Memory of one rank.
 struct RankMemory {
-  std::int64_t weights_bytes = 0;  ///< All weights: buffers, and what is used in the checkpoint's files.
-  /// Part of weights_bytes that is used in the files, whose pages all ranks of a machine share.
+  /// All weights: those in buffers, and those used in place in the checkpoint's files.
+  std::int64_t weights_bytes = 0;
+  /// Part of weights_bytes that is used in place in the files; all ranks of a machine share these pages.
   std::int64_t weights_in_place_bytes = 0;
-  std::int64_t kv_bytes = 0;  ///< Pages in use, all layers.
+  std::int64_t kv_bytes = 0;  ///< Pages in use, over all layers.
   std::int64_t workspace_bytes = 0;
-  /// Peak of the rank's process, which ranks that are threads share; not planned.
+  /// Peak resident memory of the rank's process, which rank threads share. Measured, not planned.
   std::int64_t resident_bytes = 0;
 };
 
-/// The exchange that the steps of a rank need.
+/// The specification of the exchange that a rank's steps need.
 inline KvpAllToAllSpec exchange_spec(const RankShape& shape, const StageLimits& limits) {
   return {.max_tokens = limits.max_step_tokens,
           .num_query_heads = shape.query_heads,
@@ -63,10 +66,10 @@ inline KvpAllToAllSpec exchange_spec(const RankShape& shape, const StageLimits& 
           .max_slices = limits.max_slices};
 }
 
-/// Bytes of the buffers that the steps of one rank of `stage` work in, besides weights and cache.
+/// Bytes of the buffers that the steps of one rank of `stage` use, without weights and cache.
 template <DecoderBackend B>
 struct StepWorkspace {
-  std::size_t hidden = 0;  ///< Hidden states; as many again hold the normed ones.
+  std::size_t hidden = 0;  ///< Hidden states; the normed ones take as much again.
   std::size_t layer = 0;
   std::size_t messages = 0;  ///< Messages of the exchange, sent and received.
   std::size_t head = 0;      ///< LM head, on the last stage only.

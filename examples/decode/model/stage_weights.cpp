@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which weight of a layer each role names.
+// Maps weight roles to the weight views of a layer.
 #include "model/stage_weights.hpp"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace helix::decode {
 namespace {
 
-/// Where the view of one role goes in a struct of weights.
+/// The member of a weights struct that holds the view of one role.
 template <class Weights>
 struct Place {
   WeightRole role;
@@ -52,7 +52,8 @@ constexpr Place<MoeWeights> kRouter[] = {{WeightRole::router, &MoeWeights::route
 constexpr Place<ExpertWeights> kExpert[] = {{WeightRole::expert_gate_up, &ExpertWeights::gate_up},
                                             {WeightRole::expert_down, &ExpertWeights::down}};
 
-/// Puts the view where the table says. False if the table has no such role.
+/// Stores the view in the member that the table gives for the role. Returns false if the table lacks the
+/// role.
 template <class Weights, std::size_t N>
 bool place(Weights& weights, const Place<Weights> (&table)[N], WeightRole role, const WeightView& view) {
   const auto found =
@@ -69,7 +70,7 @@ bool place_attention(MlaWeights& weights, WeightRole role, const WeightView& vie
   return place(weights, kMla, role, view);
 }
 
-/// `expert`: index of a routed expert among this rank's, where the role is one's.
+/// `expert` is the index of a routed expert among this rank's experts, if the role belongs to one.
 bool place_ffn(DenseFfnWeights& weights, WeightRole role, std::int64_t /*expert*/, const WeightView& view) {
   return place(weights, kDense, role, view);
 }
@@ -89,7 +90,7 @@ bool place_in_layer(LayerWeights& layer, WeightRole role, std::int64_t expert, c
          std::visit([&](auto& ffn) { return place_ffn(ffn, role, expert, view); }, layer.ffn);
 }
 
-/// A layer of the kind that the config says, without views.
+/// A layer of the kind given by the config, without views.
 LayerWeights empty_layer(const ModelShape& shape, std::int64_t layer, std::int64_t num_experts) {
   LayerWeights weights;
   if (shape.is_mla()) weights.attention = MlaWeights{};
@@ -100,7 +101,7 @@ LayerWeights empty_layer(const ModelShape& shape, std::int64_t layer, std::int64
   return weights;
 }
 
-/// W_UV is the part of expand_v that belongs to the heads which this rank combines.
+/// W_UV is the part of expand_v for the heads that this rank combines.
 void view_combined_heads(LayerWeights& layer, const ModelShape& shape, Range combined) {
   auto* const mla = std::get_if<MlaWeights>(&layer.attention);
   if (mla == nullptr || mla->expand_v.empty()) return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // StageWeights: one rank's weights, in buffers of a backend or in place in a checkpoint's files, and the
-// views that layers read them by.
+// views through which layers read them.
 #pragma once
 
 #include <cstddef>
@@ -21,25 +21,27 @@
 
 namespace helix::decode {
 
-/// Views on one rank's weights.
+/// Views of one rank's weights.
 struct StageWeightViews {
-  std::vector<LayerWeights> layers;  ///< Layers of Topology::layers, in order.
-  WeightView embedding;              ///< [vocabulary shard, M]: first stage, and last stage when tied.
-  WeightView final_norm;             ///< [1, M], last stage.
-  WeightView lm_head;                ///< [vocabulary shard, M], last stage; the embedding when tied.
+  std::vector<LayerWeights> layers;  ///< The layers of Topology::layers, in order.
+  /// [vocabulary shard, M]; on the first stage, and on the last stage if tied.
+  WeightView embedding;
+  WeightView final_norm;  ///< [1, M], on the last stage.
+  WeightView lm_head;     ///< [vocabulary shard, M], on the last stage; the embedding if tied.
 };
 
-/// Places the plan's targets at the buffers' addresses (of the backend; never read), or in their files.
+/// The views of the plan's targets at the addresses of the buffers (backend memory, never read here) or in
+/// their files.
 StageWeightViews view_weights(const ModelConfig& config, const WeightPlan& plan,
                               const std::vector<const std::byte*>& buffers);
 
 using FileMappings = std::vector<std::shared_ptr<const MappedFile>>;
 
-/// Files that targets of the plan are used in, each once.
+/// The files that the plan's targets use in place, each once.
 FileMappings mappings_of(const WeightPlan& plan);
 
-/// One rank's weights, the buffers that hold them and the mappings that they are used in. The Checkpoint may
-/// go before.
+/// One rank's weights: the buffers that hold them and the mappings that they are used in. The Checkpoint may
+/// be destroyed earlier.
 template <class B>
 class StageWeights : public StageWeightViews {
  public:
@@ -50,14 +52,15 @@ class StageWeights : public StageWeightViews {
         mappings_(std::move(mappings)),
         in_place_bytes_(in_place_bytes) {}
 
-  /// Memory that the buffers take.
+  /// Bytes of the buffers.
   std::int64_t buffer_bytes() const {
     std::int64_t total = 0;
     for (const auto& buffer : buffers_) total += static_cast<std::int64_t>(buffer.size_bytes());
     return total;
   }
 
-  /// Bytes of the weights that are used in the checkpoint's files, whose pages the ranks of a machine share.
+  /// Bytes of the weights that are used in place in the checkpoint's files. The ranks of a machine share
+  /// these pages.
   std::int64_t in_place_bytes() const { return in_place_bytes_; }
 
  private:
@@ -66,18 +69,18 @@ class StageWeights : public StageWeightViews {
   std::int64_t in_place_bytes_;
 };
 
-/// Where load_stage_weights() keeps the weights of a rank.
+/// Where load_stage_weights() puts the weights of a rank.
 template <class B>
 inline constexpr WeightHome kWeightHome = HostMemoryBackend<B> ? WeightHome::files : WeightHome::buffers;
 
-/// What layers that attend so hold.
+/// The weights that layers with this prefill setting need.
 constexpr LatentWeights latent_weights(const MlaPrefill& prefill) {
   return prefill.room() > 0 ? LatentWeights::both : LatentWeights::absorbed;
 }
 
 namespace detail {
 
-/// Fills the buffers by the rank's threads.
+/// Fills the buffers with all threads of the rank.
 template <HostMemoryBackend B>
 void fill_buffers(B& backend, const WeightPlan& plan, std::vector<typename B::Buffer>& buffers,
                   typename B::Stream, const WeightProgress& progress) {
@@ -86,11 +89,11 @@ void fill_buffers(B& backend, const WeightPlan& plan, std::vector<typename B::Bu
   load_weights(plan, addresses, backend.thread_pool(), progress);
 }
 
-/// Fills the buffers by uploads, a few MiB at a time.
+/// Fills the buffers by uploads of a few MiB each.
 template <class B>
 void fill_buffers(B& backend, const WeightPlan& plan, std::vector<typename B::Buffer>& buffers,
                   typename B::Stream stream, const WeightProgress& progress) {
-  // Copies that the backend may hold meanwhile.
+  // Limit on uploads in flight, of which the backend may hold copies.
   constexpr std::size_t kMaxPendingBytes = std::size_t{64} << 20;
   std::size_t pending = 0;
   const auto upload = [&](std::size_t buffer, std::int64_t offset, const std::byte* data, std::size_t bytes) {
@@ -106,9 +109,9 @@ void fill_buffers(B& backend, const WeightPlan& plan, std::vector<typename B::Bu
 
 }  // namespace detail
 
-/// Loads the slices of `world_rank`, in place where the backend and the files allow it (kWeightHome,
+/// Loads the weight slices of `world_rank`, in place if the backend and the files allow it (kWeightHome,
 /// find_in_place()). Allocates, and waits for `stream`.
-/// @throws as plan_weights() and load_weights().
+/// @throws as plan_weights() and load_weights() do.
 template <class B>
 StageWeights<B> load_stage_weights(B& backend, const ModelConfig& config, const Checkpoint& checkpoint,
                                    const Topology& topo, int world_rank, typename B::Stream stream,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Step: the tokens that go through the model at once, and what is drawn after them.
+// Step: the tokens that go through the model in one pass, and which tokens are drawn after them.
 #pragma once
 
 #include <algorithm>
@@ -14,28 +14,29 @@
 
 namespace helix::decode {
 
-/// The tokens of one step on the host. Every stage of a replica gets the same.
+/// The tokens of one step on the host. Every stage of a replica gets the same step.
 struct Step {
   std::vector<std::int32_t> tokens;
   std::vector<std::int64_t> positions;
   std::vector<std::int32_t> query_offsets{0};
-  std::vector<SequenceId> sequences;         ///< One an interval of query_offsets.
-  std::vector<std::int32_t> logit_rows;      ///< Tokens whose successor is drawn.
-  std::vector<std::uint64_t> draw_counters;  ///< One a logit row, unique over the generation.
-  std::vector<SamplingConfig> sampling;      ///< One a logit row.
-  std::vector<LogitPenalty> penalties;       ///< Their rows count logit rows.
-  /// Likeliest ids a logit row whose log-probabilities are wanted beside the drawn token's; nullopt: none.
+  std::vector<SequenceId> sequences;         ///< One per interval of query_offsets.
+  std::vector<std::int32_t> logit_rows;      ///< Rows of the tokens whose next token is drawn.
+  std::vector<std::uint64_t> draw_counters;  ///< One per logit row, unique in the generation.
+  std::vector<SamplingConfig> sampling;      ///< One per logit row.
+  std::vector<LogitPenalty> penalties;       ///< Row numbers here count logit rows.
+  /// Number of likeliest ids per logit row whose log-probabilities are wanted, besides that of the drawn
+  /// token; nullopt: no log-probabilities.
   std::optional<std::int64_t> num_best;
-  bool is_decode = false;  ///< Steps of its shape may come again: worth to be captured.
+  bool is_decode = false;  ///< Steps of this shape may occur again: worth capturing.
 
-  /// Whether a row's token is drawn at random.
+  /// Whether any row's token is drawn at random.
   bool is_random() const {
     return std::ranges::any_of(sampling, [](const SamplingConfig& row) { return row.temperature > 0.0f; });
   }
 
   friend bool operator==(const Step&, const Step&) = default;
 
-  /// Empties it; keeps the memory.
+  /// Empties the step but keeps its memory.
   void clear() {
     tokens.clear();
     positions.clear();
@@ -50,8 +51,8 @@ struct Step {
   }
 };
 
-/// A step of `sequences` times `tokens` tokens at no position, of no sequence. All rows of a decode step have
-/// logits, of another its last one.
+/// A step of `sequences` times `tokens` tokens without positions and sequences. In a decode step all rows
+/// have logits, otherwise only the last row.
 inline Step padding_step(std::int64_t sequences, std::int64_t tokens, bool is_random, bool is_decode) {
   Step step;
   step.is_decode = is_decode;
@@ -67,21 +68,23 @@ inline Step padding_step(std::int64_t sequences, std::int64_t tokens, bool is_ra
   return step;
 }
 
-/// Natural logarithms of the probabilities after penalties, before temperature and cuts.
+/// Natural log-probabilities after penalties, but before temperature and cuts.
 struct LogProbs {
-  std::span<const float> chosen;           ///< Of the tokens drawn, [logit rows].
+  std::span<const float> chosen;           ///< Of the drawn tokens, [logit rows].
   std::span<const std::int32_t> best_ids;  ///< [logit rows, num_best], likeliest first; -1: no more ids.
   std::span<const float> best;             ///< Of best_ids.
 };
 
-inline constexpr std::size_t kFirstLogits = 8;  ///< Logits of a row that reports have; the rest is 0.
+/// Number of first logits of a row that reports show. If the vocabulary has fewer ids, the rest is 0.
+inline constexpr std::size_t kFirstLogits = 8;
 
-/// What a step drew, [logit rows].
+/// The results of a step, by logit row.
 struct Drawn {
-  std::span<const std::int32_t> tokens;  ///< The same on all ranks of the replica.
-  std::span<const float> logit_norms;    ///< L2 norms of the logits, where StepOptions asks for them.
-  std::span<const float> first_logits;   ///< Of the first ids, [logit rows, kFirstLogits], likewise.
-  LogProbs log_probs;                    ///< Empty unless the step asks for them.
+  std::span<const std::int32_t> tokens;  ///< Equal on all ranks of the replica.
+  std::span<const float> logit_norms;    ///< L2 norms of the logits, if StepOptions asks for them.
+  /// Logits of the first ids, [logit rows, kFirstLogits], if StepOptions asks for norms.
+  std::span<const float> first_logits;
+  LogProbs log_probs;  ///< Empty unless the step asks for them.
 };
 
 }  // namespace helix::decode

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// StepBuffer: what a step reads besides its batch, and what it draws, on the device at stable addresses.
+// StepBuffer: the inputs of a step besides its batch, and the tokens that it draws, at stable device
+// addresses.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +20,8 @@
 
 namespace helix::decode {
 
-/// Backends whose downloads can be queued behind a step and taken when it has ended, whatever was queued
-/// since: queue_download() says whether there was room, take_download() waits.
+/// Backends whose downloads can be queued after a step and taken once that step has ended, whatever was
+/// queued later. queue_download() returns whether there was room; take_download() waits.
 template <class B>
 concept QueuesDownloads = requires(B& backend, void* target, const void* source, std::size_t bytes,
                                    typename B::Stream stream) {
@@ -29,8 +30,8 @@ concept QueuesDownloads = requires(B& backend, void* target, const void* source,
 };
 
 /// Owns device memory for steps of up to `max_tokens` tokens and `max_rows` logit rows. Addresses never
-/// change. The tokens that a step draws take the places of the first ones that it read: where each sequence
-/// has one, the next step embeds them there.
+/// change. The drawn tokens overwrite the first tokens that the step read. If each sequence draws one token,
+/// the next step therefore finds its input tokens in place.
 template <DecoderBackend B>
 class StepBuffer {
  public:
@@ -48,8 +49,8 @@ class StepBuffer {
         host_(tokens_begin_ + bytes<std::int32_t>(max_tokens)),
         device_(backend.allocate(host_.size())) {}
 
-  /// Copies the next step's `tokens`, the logit rows `rows` among them, and a row's draw counter, below 2^63,
-  /// and config to the device, at once. Queued on `stream`.
+  /// Copies the next step's `tokens`, its logit rows `rows`, and each row's draw counter (below 2^63) and
+  /// config to the device in one transfer. Queued on `stream`.
   /// @throws Error(capacity) if there are more than planned.
   void set(std::span<const std::int32_t> tokens, std::span<const std::int32_t> rows,
            std::span<const std::uint64_t> counters, std::span<const SamplingConfig> configs,
@@ -69,7 +70,7 @@ class StepBuffer {
     backend_->advance(AdvanceArgs{at<std::int64_t>(0), num_rows}, stream);
   }
 
-  /// Tokens of the step, [tokens]; after it the drawn ones, [rows].
+  /// Tokens of the step, [tokens]; after the step the drawn tokens, [rows].
   std::int32_t* tokens() { return at<std::int32_t>(tokens_begin_); }
   /// Logit rows, [rows].
   const std::int32_t* rows() { return at<std::int32_t>(rows_begin_); }
@@ -79,20 +80,20 @@ class StepBuffer {
   const SamplingConfig* configs() { return at<SamplingConfig>(configs_begin_); }
   /// L2 norms of the logits, [rows].
   float* norms() { return at<float>(norms_begin_); }
-  /// Logits of the first ids of a row, [rows, kFirstLogits].
+  /// Logits of the first ids of each row, [rows, kFirstLogits].
   T* first_logits() { return at<T>(first_logits_begin_); }
 
-  /// Queues the way to the host of what the step that is queued draws: take() then waits for this step, and
-  /// not for what is queued later. @returns whether it was queued.
+  /// Queues the download of what the queued step draws: take() then waits for this step, and not for anything
+  /// queued later. @returns whether it was queued.
   bool queue_download([[maybe_unused]] std::int64_t num_rows, [[maybe_unused]] typename B::Stream stream) {
     if constexpr (QueuesDownloads<B>)
       is_queued_ = backend_->queue_download(device_.data() + norms_begin_, drawn_bytes(num_rows), stream);
     return is_queued_;
   }
 
-  /// Waits for the step whose download is queued, else for `stream`, and brings the tokens drawn, [num_rows],
-  /// the norms and the first logits to the host, at once. The functions below have them until the next call
-  /// or set().
+  /// Waits for the step whose download is queued, or else for `stream`. Copies the drawn tokens [num_rows],
+  /// the norms and the first logits to the host in one transfer. The functions below return them until the
+  /// next take() or set().
   void take(std::int64_t num_rows, typename B::Stream stream) {
     if constexpr (QueuesDownloads<B>) {
       if (std::exchange(is_queued_, false))
@@ -133,16 +134,16 @@ class StepBuffer {
   B* backend_;
   std::int64_t max_tokens_;
   std::int64_t max_rows_;
-  std::size_t configs_begin_;  // bytes from the rows' counters
+  std::size_t configs_begin_;  // byte offset from the counters
   std::size_t rows_begin_;
   std::size_t norms_begin_;
   std::size_t first_logits_begin_;
-  std::size_t tokens_begin_;  // last: a copy ends with the last one, whatever the capacity
-  /// Of the rows: counters u64, configs, indices i32, norms f32, first logits T; tokens i32.
+  std::size_t tokens_begin_;  // last, so that an upload can end with the last token in use
+  /// Per row: counters u64, configs, indices i32, norms f32, first logits T. Then per token: ids i32.
   std::vector<std::byte> host_;
   std::vector<float> drawn_first_logits_;
-  typename B::Buffer device_;  // as host_
-  bool is_queued_ = false;     // what the last step draws is on its way
+  typename B::Buffer device_;  // layout of host_
+  bool is_queued_ = false;     // whether the last step's download is queued
 };
 
 }  // namespace helix::decode

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slicing a checkpoint for one rank.
+// Plans which slices of a checkpoint one rank takes.
 #include "model/weight_plan.hpp"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-/// One piece of a target before it is looked up: a rectangle of a named tensor of known full size.
+/// One piece of a target before its tensor is looked up: a rectangle of a named tensor with known full size.
 struct Piece {
   std::string tensor;
   std::int64_t full_rows = 0;
@@ -126,7 +126,7 @@ class PlanBuilder {
     add_output_projection(dim);
   }
 
-  /// Of heads of `dim` values.
+  /// `dim` is the number of values of a head.
   void add_output_projection(std::int64_t dim) {
     const std::int64_t hidden = config_.shape.hidden;
     add(WeightRole::attention_out,
@@ -155,17 +155,17 @@ class PlanBuilder {
         add_joined(WeightRole::qkv_a_bias,
                    {whole(name("self_attn.q_a_proj.bias"), 1, mla.q_lora_rank), of_latents});
       } else {
-        add_joined(WeightRole::qkv_a_bias, {of_latents}, q_rows);  // q_proj has none
+        add_joined(WeightRole::qkv_a_bias, {of_latents}, q_rows);  // q_proj has no bias
       }
     }
     const std::int64_t latent = mla.kv_lora_rank;
     add(WeightRole::kv_a_norm, {whole(name("self_attn.kv_a_layernorm.weight"), 1, latent)});
 
-    // kv_b_proj stacks, head by head, the rows that make keys (W_UK) and the rows that make values (W_UV).
+    // For each head, kv_b_proj stacks the rows that make keys (W_UK), then the rows that make values (W_UV).
     const std::string kv_b = name("self_attn.kv_b_proj.weight");
     const std::int64_t stride = mla.qk_nope_head_dim + mla.v_head_dim;
-    // A run of heads is one piece: a plan of 128 heads in 61 layers would hold 16,000, a hostile one
-    // millions.
+    // A run of heads is one piece. One piece per head would be 16,000 for 128 heads in 61 layers, and
+    // millions for a hostile config.
     Piece uk = some_rows(kv_b, heads * stride, latent, {0, mla.qk_nope_head_dim});
     uk.is_transposed = true;
     uk.repeats = heads;
@@ -226,7 +226,7 @@ class PlanBuilder {
     }
   }
 
-  /// A tied pair may be stored under the name of either.
+  /// A tied embedding and LM head may be stored under either name.
   const char* embedding_name() const {
     const auto has = [&](const char* tensor) { return checkpoint_.find(tensor).tensor != nullptr; };
     const bool is_head = config_.tie_word_embeddings && !has("model.embed_tokens.weight");
@@ -250,7 +250,7 @@ class PlanBuilder {
     }
   }
 
-  /// Pieces below each other.
+  /// Adds pieces stacked on top of each other.
   void add_stacked(WeightRole role, std::vector<Piece> pieces) {
     std::int64_t row = 0;
     for (Piece& piece : pieces) {
@@ -260,7 +260,7 @@ class PlanBuilder {
     add(role, std::move(pieces));
   }
 
-  /// Pieces beside each other, behind `zero_cols` columns of zeros.
+  /// Adds pieces side by side, after `zero_cols` columns of zeros.
   void add_joined(WeightRole role, std::vector<Piece> pieces, std::int64_t zero_cols = 0) {
     std::int64_t col = zero_cols;
     for (Piece& piece : pieces) {
@@ -277,7 +277,7 @@ class PlanBuilder {
     target.layer = layer_;
     target.expert = expert_;
     std::optional<DType> common;
-    bool is_uniform = role != WeightRole::router_bias;  // route() reads it as f32
+    bool is_uniform = role != WeightRole::router_bias;  // route() reads the bias as f32
     for (const Piece& piece : pieces) {
       const std::int64_t rows = piece.is_transposed ? piece.cols.size() : piece.rows.size();
       const std::int64_t cols = piece.is_transposed ? piece.rows.size() : piece.cols.size();
@@ -290,7 +290,7 @@ class PlanBuilder {
       common = dtype;
       target.slices.push_back(*slice);
     }
-    if (!problems_.empty()) return;  // what no file bounds has no size
+    if (!problems_.empty()) return;  // sizes are unreliable if no file confirms them
     target.dtype = is_uniform ? common.value_or(DType::f32) : DType::f32;
     if (home_ == WeightHome::files) target.in_place = find_in_place(target);
     if (!target.in_place) {
@@ -301,7 +301,7 @@ class PlanBuilder {
     plan_.targets.push_back(std::move(target));
   }
 
-  /// nullopt after noting what is wrong with the tensor.
+  /// Returns nullopt after noting what is wrong with the tensor.
   std::optional<WeightSlice> look_up(const Piece& piece) {
     WeightSlice slice;
     slice.source = find(piece.tensor, piece.full_rows, piece.full_cols);
@@ -340,7 +340,7 @@ class PlanBuilder {
       note(tensor + " is missing");
       return {};
     }
-    // Vectors are 1-D in the file; a single-row matrix (block scales of a thin weight) is 2-D.
+    // Vectors are 1-D in the file, but a single-row matrix (block scales of a thin weight) is 2-D.
     const std::vector<std::int64_t>& shape = entry.tensor->shape;
     const bool fits = (shape.size() == 2 && shape[0] == rows && shape[1] == cols) ||
                       (shape.size() == 1 && rows == 1 && shape[0] == cols);
@@ -355,7 +355,7 @@ class PlanBuilder {
   void note(std::string problem) {
     if (std::find(problems_.begin(), problems_.end(), problem) != problems_.end()) return;
     problems_.push_back(std::move(problem));
-    // Not more: a hostile config may ask for billions.
+    // Stop here: a hostile config may imply billions of problems.
     if (problems_.size() == kMaxProblems) throw_problems();
   }
 
@@ -369,7 +369,7 @@ class PlanBuilder {
                 ": tensors do not fit config.json: ", list);
   }
 
-  /// What is known of checkpoints that name their tensors in another way.
+  /// Advice for known kinds of checkpoints that use other tensor names.
   const char* advice() const {
     if (checkpoint_.find("embed_tokens.weight").tensor != nullptr)
       return ". These are the names of a model without its head: save it as a causal LM, whose tensors begin "
@@ -394,7 +394,7 @@ class PlanBuilder {
   std::vector<std::string> problems_;
 };
 
-/// Whether a topology of one divides the tensors of the other.
+/// Whether a topology built for one shape divides the tensors of the other.
 bool is_same_model(const ModelShape& a, const ModelShape& b) {
   const auto sizes = [](const ModelShape& shape) {
     return std::array{shape.hidden,       shape.num_query_heads, shape.num_kv_heads,
@@ -446,7 +446,7 @@ std::vector<std::string_view> unused_tensors(const ModelConfig& config, const Ch
   const auto is_known = [&](const TensorInfo& tensor) {
     constexpr std::string_view kLayers = "model.layers.";
     const std::string_view name = tensor.name;
-    if (tensor.begin == tensor.end) return true;  // shared experts of no width
+    if (tensor.begin == tensor.end) return true;  // shared experts of width 0
     if (name.ends_with("rotary_emb.inv_freq")) return true;
     if (plan.has_tied_head && (name == "lm_head.weight" || name == "model.embed_tokens.weight")) return true;
     if (!name.starts_with(kLayers)) return false;
@@ -457,7 +457,8 @@ std::vector<std::string_view> unused_tensors(const ModelConfig& config, const Ch
   std::vector<std::string_view> unused;
   for (const SafetensorsFile& file : checkpoint.files()) {
     for (const TensorInfo& tensor : file.tensors()) {
-      // With an index, what it does not name, or names in another file, is not of the checkpoint.
+      // With an index, a tensor that the index does not name, or places in another file, is not part of the
+      // checkpoint.
       const bool is_there = checkpoint.find(tensor.name).tensor == &tensor;
       if (is_there && !used.contains(&tensor) && !is_known(tensor)) unused.push_back(tensor.name);
     }
@@ -475,7 +476,7 @@ std::optional<FileBytes> find_in_place(const WeightTarget& target) {
     if (rows == 0 || slice.cols.size() == 0) continue;
     const bool is_as_stored =
         tensor.dtype == target.dtype && slice.scale.tensor == nullptr && !slice.is_transposed;
-    // A run of elements there and here: whole rows, or a part of the only one.
+    // Contiguous in both the file and the target: whole rows, or part of the only row.
     const bool is_run = (slice.repeats == 1 || slice.row_stride == slice.rows.size()) &&
                         (rows == 1 || slice.cols.size() == tensor.cols()) &&
                         (rows == 1 || slice.cols.size() == target.cols);

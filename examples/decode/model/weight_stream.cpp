@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading a plan's pieces, and making resident what is used in place.
+// Reads a plan's pieces, and makes resident what is used in place.
 #include "model/weight_stream.hpp"
 
 #include <algorithm>
@@ -11,10 +11,11 @@
 namespace helix::decode {
 namespace {
 
-/// Bytes of a file made resident at a time: enough that a thread reads ahead, little enough to share.
+/// Bytes of a file that are made resident at a time: large enough for a thread to read ahead, small enough to
+/// share among threads.
 constexpr std::uint64_t kResidentBytes = std::uint64_t{16} << 20;
 
-/// Runs of files that are used in place.
+/// The runs of files that are used in place, cut into parts.
 std::vector<FileBytes> cut_in_place(const WeightPlan& plan) {
   std::vector<FileBytes> runs;
   for (const WeightTarget& target : plan.targets) {
@@ -26,7 +27,7 @@ std::vector<FileBytes> cut_in_place(const WeightPlan& plan) {
   return runs;
 }
 
-/// Routers in place, which no piece is read of.
+/// Checks routers that are used in place, for which no piece is read.
 void check_in_place(const WeightPlan& plan) {
   for (const WeightTarget& target : plan.targets) {
     if (!target.in_place) continue;

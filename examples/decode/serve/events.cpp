@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Events as JSON.
+// Formats events as JSON.
 #include "serve/events.hpp"
 
 #include <cmath>
@@ -14,12 +14,12 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-/// A client's id may hold any bytes: those that are no UTF-8 come back as U+FFFD.
+/// A client's id may hold any bytes. Those that are not UTF-8 come back as U+FFFD.
 std::string line(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
-/// JSON has no infinities.
+/// JSON cannot represent infinities.
 Json number(double value) {
   return std::isfinite(value) ? Json(value) : Json(nullptr);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two threads of a Frontend.
+// The reading and the writing thread of a Frontend.
 #include "serve/frontend.hpp"
 
 #include <algorithm>
@@ -29,10 +29,10 @@ namespace {
 constexpr std::size_t kReadBytes = 65536;
 constexpr int kPollMilliseconds = 100;
 
-/// Puts lines together from pieces.
+/// Assembles lines from pieces of input.
 class LineSplitter {
  public:
-  /// Takes a line without its end; nullopt for one of more than kMaxLineBytes.
+  /// Receives a line without its line end, or nullopt for a line of more than kMaxLineBytes.
   using Take = std::function<void(std::optional<std::string>)>;
 
   explicit LineSplitter(Take take) : take_(std::move(take)) {}
@@ -47,7 +47,7 @@ class LineSplitter {
       bytes.remove_prefix(end + 1);
     }
   }
-  /// Takes the last line, which has no end.
+  /// Takes a last line that has no line end.
   void finish() {
     if (!partial_.empty()) take_(std::exchange(partial_, {}));
   }
@@ -63,11 +63,11 @@ class LineSplitter {
   }
 
   Take take_;
-  std::string partial_;       // a line whose end has not come
-  bool is_skipping_ = false;  // to the end of a line that is too long
+  std::string partial_;       // a line whose end has not arrived
+  bool is_skipping_ = false;  // skipping to the end of a line that is too long
 };
 
-/// What the line says; nothing if it is white space.
+/// Parses the line; returns nullopt for white space.
 std::optional<ParsedLine> parse_line(const std::optional<std::string>& line, const ServeDefaults& defaults) {
   if (!line) {
     return BadLine{
@@ -77,7 +77,7 @@ std::optional<ParsedLine> parse_line(const std::optional<std::string>& line, con
   return parse_command(*line, defaults);
 }
 
-/// Memory that the line takes beside itself.
+/// Memory that the parsed line takes besides its text.
 std::size_t owned_bytes(const ParsedLine& line) {
   if (const auto* bad = std::get_if<BadLine>(&line)) return bad->id.capacity() + bad->message.capacity();
   const auto* request = std::get_if<ServeRequest>(&std::get<ServeCommand>(line));
@@ -85,7 +85,7 @@ std::size_t owned_bytes(const ParsedLine& line) {
   return (request->prompt.capacity() + request->stop.capacity()) * sizeof(TokenIds::value_type);
 }
 
-/// Whether nobody can add to what `in` has: it is a file, or its other end is closed.
+/// Whether no more input can arrive: `in` is a file, or its other end is closed.
 bool is_all_sent(int in) {
   struct stat status {};
   if (fstat(in, &status) == 0 && S_ISREG(status.st_mode)) return true;
@@ -93,7 +93,7 @@ bool is_all_sent(int in) {
   return poll(&watched, 1, 0) > 0 && (watched.revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0;
 }
 
-/// Whether a write that fails so has met the closed end of a pipe or socket.
+/// Whether a write that failed with `code` met the closed end of a pipe or socket.
 bool has_left(int code) {
   return code == EPIPE || code == ECONNRESET;
 }
@@ -102,7 +102,7 @@ bool has_left(int code) {
 
 Frontend::Frontend(int in, int out, std::chrono::milliseconds patience)
     : in_(in), out_(out), patience_(patience) {
-  std::signal(SIGPIPE, SIG_IGN);  // a client that left is seen by what write() returns
+  std::signal(SIGPIPE, SIG_IGN);  // write() reports a client that has left, so the signal is not needed
   HELIX_EXPECTS(pipe2(wake_, O_CLOEXEC) == 0, ErrorCode::io,
                 "a pipe cannot be made: ", std::error_code(errno, std::generic_category()).message(),
                 "; close other files, or raise the limit (ulimit -n)");
@@ -134,7 +134,7 @@ std::string Frontend::finish() {
     is_closing_ = true;
   }
   changed_.notify_all();
-  close(wake_[1]);  // which the reader sees
+  close(wake_[1]);  // wakes the reader
   reader_.join();
   writer_.join();
   close(wake_[0]);
@@ -177,8 +177,8 @@ void Frontend::add_line(ParsedLine line) {
   changed_.notify_all();
 }
 
-/// Lines that nobody takes are left to the client, whose writes then wait. That it has left is looked for
-/// meanwhile, as its end is not read.
+/// Lines that nobody takes are left with the client, whose writes then block. This also watches whether the
+/// client has left, because the end of its input is not being read.
 bool Frontend::wait_for_room() {
   std::unique_lock lock(mutex_);
   const auto has_room = [this] { return is_closing_ || (defaults_ && line_bytes_ <= kMaxWaitingBytes); };
@@ -196,7 +196,7 @@ void Frontend::read_lines() {
     if (std::optional<ParsedLine> parsed = parse_line(line, *defaults_)) add_line(std::move(*parsed));
   });
   while (wait_for_room()) {
-    // The output only for its closed end, which an idle server would not see otherwise.
+    // The output is watched only for a closed end, which an idle server would not notice otherwise.
     std::array<pollfd, 3> watched{pollfd{in_, POLLIN, 0}, pollfd{wake_[0], POLLIN, 0}, pollfd{out_, 0, 0}};
     if (poll(watched.data(), watched.size(), -1) < 0 && errno == EINTR) continue;
     if (watched[1].revents != 0) break;  // the frontend is closing
@@ -233,8 +233,7 @@ void Frontend::write_lines() {
     auto last_progress = std::chrono::steady_clock::now();
     while (in_flight_ > 0 && !is_client_gone_) {
       lock.unlock();
-      // A pipe that can be written takes PIPE_BUF bytes without waiting, so that the end never waits for
-      // long.
+      // A writable pipe takes PIPE_BUF bytes without blocking, so finish() never waits for long.
       pollfd watched{out_, POLLOUT, 0};
       const bool is_ready = poll(&watched, 1, kPollMilliseconds) > 0;
       const ssize_t count = is_ready ? ::write(out_, text.data() + (text.size() - in_flight_),
@@ -252,7 +251,7 @@ void Frontend::write_lines() {
         failure_ =
             "standard output cannot be written: " + std::error_code(code, std::generic_category()).message();
       }
-      // The reader ends before finish() waits for this thread, if not before.
+      // The reader ends before finish() waits for this thread, or earlier.
       const bool is_late = (has_ended_ || is_all_sent_) && now - std::max(last_progress, end_) > patience_;
       if (is_late && !has_failed) {
         failure_ = "nobody read standard output for " +

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Frontend: commands in and events out of a serving decoder, beside its steps.
+// Frontend: reads the commands and writes the events of a serving decoder, concurrently with its steps.
 #pragma once
 
 #include <chrono>
@@ -15,68 +15,71 @@
 
 namespace helix::decode {
 
-/// Reads commands from one descriptor and writes events to another, each on a thread of its own, so that
-/// neither a silent client, nor one that does not read, nor a line that takes seconds to parse holds up a
-/// step. What was written reaches the client before finish() returns, unless that says why not.
+/// Reads commands from one descriptor and writes events to another, each on a thread of its own. A silent
+/// client, a client that does not read, and a line that takes seconds to parse therefore do not delay a step.
+/// All written lines reach the client before finish() returns, unless finish() says why not.
 class Frontend {
  public:
-  static constexpr std::size_t kMaxLineBytes = std::size_t{64} << 20;  // prompts of millions of tokens
-  /// Memory of lines that are not taken, beyond which no more are read; the last may exceed it.
+  // Enough for prompts of millions of tokens.
+  static constexpr std::size_t kMaxLineBytes = std::size_t{64} << 20;
+  /// Limit on the memory of lines that are not yet taken. Beyond it nothing more is read; the last line may
+  /// exceed it.
   static constexpr std::size_t kMaxWaitingBytes = std::size_t{64} << 20;
   static constexpr std::size_t kMaxBacklog = std::size_t{8} << 20;
 
-  /// The descriptors stay open and the caller's. Once the input has ended, or its writer has left, a client
-  /// that takes nothing for `patience` counts as gone. @throws Error(capacity) if a thread cannot be started.
+  /// The descriptors stay open and belong to the caller. Once the input has ended or its writer has left, a
+  /// client that reads nothing for `patience` counts as gone.
+  /// @throws Error(capacity) if a thread cannot be started.
   Frontend(int in, int out, std::chrono::milliseconds patience = std::chrono::seconds(10));
   ~Frontend();
   Frontend(const Frontend&) = delete;
   Frontend& operator=(const Frontend&) = delete;
 
-  /// Begins to read, requests with these defaults; lines are left to the client before. Called once.
+  /// Begins to read; requests get these defaults. Lines stay with the client until then. Call it once.
   void start_reading(const ServeDefaults& defaults);
-  /// The oldest line that has come and was not taken, if there is one. Lines of white space are none. Does
-  /// not wait, also not for a line that is parsed.
+  /// The oldest line that was read and not taken, if there is one. Lines of white space are skipped. Does not
+  /// wait, not even for a line that is being parsed.
   std::optional<ParsedLine> take_line();
-  /// Waits until there is a line, the input has ended, the client is gone, or the time is over.
+  /// Waits until there is a line, the input has ended, the client is gone, or the time has passed.
   void wait_for_line(std::chrono::milliseconds longest);
   /// Whether no line is left and none will come.
   bool has_ended() const;
 
   /// Queues `lines` for the client. Does not wait.
   void write(std::string lines);
-  /// Bytes queued for the client that it has not taken.
+  /// Bytes queued for the client that it has not read.
   std::size_t backlog() const;
-  /// Whether the client is more than kMaxBacklog bytes behind: steps should wait for it.
+  /// Whether the client is more than kMaxBacklog bytes behind. Steps should then wait for it.
   bool is_behind() const { return backlog() > kMaxBacklog; }
-  /// Waits until the client has caught up, or the time is over.
+  /// Waits until the client has caught up, or the time has passed.
   void wait_for_client(std::chrono::milliseconds longest);
-  /// Waits until the client has taken all that is queued for it, or is gone, or the time is over.
+  /// Waits until the client has read everything queued for it, or is gone, or the time has passed.
   void wait_until_written(std::chrono::milliseconds longest);
-  /// Whether nothing reaches the client any more: its end is closed, or cannot be written.
+  /// Whether nothing can reach the client any more: its end is closed, or writing fails.
   bool is_client_gone() const;
 
-  /// Ends both threads, as the destructor does. Returns, in words, what was not read of a client that had not
-  /// left, or not written to it; empty if nothing.
+  /// Ends both threads, as the destructor does. Returns a description of what could not be read from or
+  /// written to a client that had not left; empty if nothing.
   std::string finish();
 
  private:
   void read_lines();
   void write_lines();
   void add_line(ParsedLine line);
-  /// No line will come any more; the mutex is held.
+  /// Records that no line will come any more. The mutex must be held.
   void end_input();
-  /// Waits until reading has started and so many lines are taken that there is room for more. Returns whether
-  /// there is: not if the frontend is closing.
+  /// Waits until reading has started and enough lines are taken that there is room for more. Returns false if
+  /// the frontend is closing.
   bool wait_for_room();
-  /// Gives up both directions after an exception of a thread: what waits is dropped, finish() returns `why`.
+  /// Gives up both directions after a thread's exception: what waits is dropped, and finish() returns `why`.
   void end_reading(std::string why);
-  /// Runs the body of a thread.
+  /// Runs the body of a thread, and ends reading on any exception.
   template <class Body>
   void guard(const Body& body) noexcept;
 
   struct Line {
     ParsedLine parsed;
-    std::size_t bytes = 0;  // of memory
+    std::size_t bytes = 0;  // memory of the line
   };
 
   int in_;
@@ -85,16 +88,16 @@ class Frontend {
   int wake_[2] = {-1, -1};  // a pipe that ends the reader
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::optional<ServeDefaults> defaults_;  // once reading has started; not changed then
-  std::deque<Line> lines_;                 // that were not taken
-  std::size_t line_bytes_ = 0;             // of them
+  std::optional<ServeDefaults> defaults_;  // set when reading starts, then constant
+  std::deque<Line> lines_;                 // not yet taken
+  std::size_t line_bytes_ = 0;             // total memory of lines_
   bool has_ended_ = false;
-  bool is_all_sent_ = false;                     // what is left to read is the last, if it has not ended
-  std::chrono::steady_clock::time_point end_{};  // when either was seen
-  std::string pending_;                          // to be written
+  bool is_all_sent_ = false;                     // all input is sent, though its end may not be read yet
+  std::chrono::steady_clock::time_point end_{};  // when the input ended or was seen to be all sent
+  std::string pending_;                          // output not yet written
   std::size_t in_flight_ = 0;
   bool is_client_gone_ = false;
-  std::string failure_;  // of a read or write, unless the client had left
+  std::string failure_;  // failed read or write, unless the client had left
   bool is_closing_ = false;
   std::thread reader_;
   std::thread writer_;

@@ -18,10 +18,10 @@
 namespace helix::decode {
 namespace {
 
-/// A shorter common beginning, such as the first token that all prompts have, is not worth a copied page.
+/// A shorter common prefix, such as the first token that all prompts share, is not worth copying a page.
 constexpr std::int64_t kMinShared = 16;
 
-/// More come from a client that has lost count.
+/// A client with more waiting requests has lost count.
 constexpr std::int64_t kMaxQueued = 100'000;
 
 double milliseconds_between(std::chrono::steady_clock::time_point begin,
@@ -130,7 +130,8 @@ StepOrder Scheduler::next() {
   return order;
 }
 
-/// The head of the queue joins the replica with the fewest requests that has room; none overtakes it.
+/// Admits requests in queue order. The first request of the queue joins the replica with the fewest requests
+/// that has room; no request overtakes it.
 void Scheduler::admit() {
   compared_tokens_ = 0;
   while (!queue_.empty() && compared_tokens_ < spec_.max_compared_tokens) {
@@ -145,11 +146,12 @@ void Scheduler::admit() {
     if (taken == choices.end()) return;
     queue_.pop_front();
     queued_tokens_ -= num_tokens;
-    for (Replica& replica : replicas_) replica.may_admit = true;  // to the next one
+    // The next request may find room where this one did not.
+    for (Replica& replica : replicas_) replica.may_admit = true;
   }
 }
 
-/// Takes the pages of the longest sequence that the request can become, from ended requests if need be.
+/// Reserves the pages of the longest sequence that the request can become, evicting ended requests if needed.
 bool Scheduler::admit_to(Replica& replica, Queued& queued) {
   const TokenIds& prompt = queued.request.prompt;
   const std::int64_t left = spec_.max_tokens - std::ssize(prompt);
@@ -178,8 +180,8 @@ bool Scheduler::admit_to(Replica& replica, Queued& queued) {
   return true;
 }
 
-/// A sequence that begins with `prefix` and has the pages of `total` tokens reserved; nothing where a rank
-/// has too few.
+/// Returns a sequence that begins with `prefix` and has the pages of `total` tokens reserved; nullopt if a
+/// rank has too few pages.
 std::optional<SequenceId> Scheduler::take_pages(PageLedger& ledger, std::vector<CacheCall>& calls,
                                                 const std::optional<Prefix>& prefix, std::int64_t total) {
   std::optional<SequenceId> sequence;
@@ -200,9 +202,9 @@ std::optional<SequenceId> Scheduler::take_pages(PageLedger& ledger, std::vector<
   }
 }
 
-/// As take_pages(), giving back ended requests of `left`, places of all, those used longest ago first and
-/// last the one that `prefix` lies in, for which the best of the rest then takes its place. All on a copy: a
-/// request that would find no room even so leaves them to others.
+/// Like take_pages(), but evicts ended requests, whose indices are in `left`: those used longest ago first,
+/// and last the one that holds `prefix`. If that one is evicted, the best prefix among the remaining ones
+/// replaces it. Works on a copy, so that a request which finds no room even then evicts nothing.
 std::optional<SequenceId> Scheduler::evict_for(Replica& replica, std::vector<std::size_t> left,
                                                const TokenIds& prompt, std::int64_t total,
                                                std::optional<Prefix>& prefix) {
@@ -234,16 +236,16 @@ std::optional<SequenceId> Scheduler::evict_for(Replica& replica, std::vector<std
   return std::nullopt;
 }
 
-/// The longest beginning of `prompt` that a running request's cache or one of `retained`, by their places,
-/// has; its last token is left, whose logits are needed.
+/// The longest prefix of `prompt` in the cache of a running request or of one of the ended requests with
+/// indices `retained`. It never includes the prompt's last token, because its logits are needed.
 std::optional<Scheduler::Prefix> Scheduler::find_prefix(const Replica& replica,
                                                         std::span<const std::size_t> retained,
                                                         const TokenIds& prompt) {
   Prefix best;
   const auto offer = [&](SequenceId sequence, const TokenIds& tokens, std::int64_t num_cached,
                          bool is_retained) {
-    // Who is to beat the best has its next token too: else thousands of prompts with one beginning would each
-    // be compared with all others, token by token.
+    // A cache can beat the best one only if it also has the best one's next token. Without this check
+    // thousands of prompts with a common prefix would each be compared with all others, token by token.
     if (best.tokens >= std::min(num_cached, std::ssize(prompt) - 1)) return;
     const auto next = static_cast<std::size_t>(best.tokens);
     if (tokens[next] != prompt[next]) return;
@@ -264,7 +266,7 @@ void Scheduler::use(Replica& replica, SequenceId retained) {
   std::rotate(used, used + 1, replica.retained.end());
 }
 
-/// Gives back the ended request that was used longest ago, of those that there are.
+/// Evicts the ended request that was used longest ago.
 void Scheduler::evict_oldest(Replica& replica) {
   release(replica, replica.retained.front().sequence);
   replica.retained.pop_front();
@@ -279,7 +281,7 @@ void Scheduler::release(Replica& replica, SequenceId sequence) {
 void Scheduler::fill_step(Replica& replica, Step& step) {
   step.is_decode = true;
   std::optional<std::int64_t> num_best;
-  // Decoding requests first, then prompts with what is left of the step.
+  // Decoding requests come first; prompts get what is left of the step.
   for (auto at = replica.running.begin(); at != replica.running.end(); ++at) {
     if (at->is_prefilled()) add_entry(replica, at, 1, step);
   }
@@ -294,11 +296,13 @@ void Scheduler::fill_step(Replica& replica, Step& step) {
   std::vector<std::int64_t> counts;
   for (std::size_t i = 1; i < step.query_offsets.size(); ++i)
     counts.push_back(step.query_offsets[i] - step.query_offsets[i - 1]);
-  replica.ledger.append(step.sequences, counts);  // as every rank does; admission has reserved the pages
+  // The same call as on every rank; admission has reserved the pages.
+  replica.ledger.append(step.sequences, counts);
 }
 
-/// How many tokens of which prompts are next: half of a step is the first one's, and what that leaves goes to
-/// the others by what they have left, so that short prompts do not wait for long ones, nor these for ever.
+/// Decides how many tokens of which prompts come next. The prompt that joined first gets half of the step.
+/// The rest goes to the others, those with the fewest remaining tokens first: short prompts do not wait for
+/// long ones, and long ones do not wait for ever.
 std::vector<Scheduler::PrefillShare> Scheduler::share_prefill(Replica& replica) const {
   std::vector<PrefillShare> shares;
   for (auto at = replica.running.begin(); at != replica.running.end(); ++at) {
@@ -320,7 +324,7 @@ std::vector<Scheduler::PrefillShare> Scheduler::share_prefill(Replica& replica) 
   return shares;
 }
 
-/// The next `count` tokens of the sequence; draws if they are its last.
+/// Adds the next `count` tokens of the sequence; draws a token if they are its last ones.
 void Scheduler::add_entry(Replica& replica, std::list<Running>::iterator at, std::int64_t count, Step& step) {
   Running& running = *at;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -380,7 +384,7 @@ std::optional<FinishReason> Scheduler::finish_reason(const Running& running, std
   return std::nullopt;
 }
 
-/// Tells the end and keeps the cache, without what was reserved beyond it.
+/// Reports the end of the request and keeps its cache, without the unused reserved pages.
 void Scheduler::end(Replica& replica, std::list<Running>::iterator running, FinishReason reason) {
   const Clock::time_point now = Clock::now();
   const bool has_output = running->output_size() > 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scheduler: which requests are in which step, on the root alone and without a model.
+// Scheduler: decides which requests are in which step. It runs on the root only and needs no model.
 #pragma once
 
 #include <chrono>
@@ -25,52 +25,53 @@
 
 namespace helix::decode {
 
-/// What a scheduler is built for. Equal to what every rank's cache and steps are built for.
+/// What a scheduler is built for. Must match the cache and the steps of every rank.
 struct SchedulerSpec {
   int num_replicas = 1;
-  PageLedgerSpec ledger;           ///< Of each replica's caches.
-  std::int64_t max_sequences = 8;  ///< Requests in a replica's steps; the ledger has as many for ended ones.
-  std::int64_t max_tokens = 0;     ///< Prompt and output of a request.
-  /// Of the prompts that wait, unless it is one alone: 256 MiB.
+  PageLedgerSpec ledger;  ///< Specification of each replica's caches.
+  /// Requests in a replica's steps. The ledger has as many sequences again, for ended requests.
+  std::int64_t max_sequences = 8;
+  std::int64_t max_tokens = 0;  ///< Tokens of a request's prompt and output together.
+  /// Limit on the prompt tokens of waiting requests: 256 MiB. A single request may exceed it.
   std::int64_t max_queued_tokens = std::int64_t{64} << 20;
-  /// Tokens of prompts that are compared with what caches hold between two steps, before who would join waits
-  /// for the next one: of thousands of prompts that continue one another, each is compared with all before
-  /// it.
+  /// Limit on the prompt tokens that are compared with caches between two steps; once it is reached,
+  /// admission continues after the next step. With thousands of prompts that continue one another, each is
+  /// compared with all earlier ones.
   std::int64_t max_compared_tokens = std::int64_t{64} << 20;
   std::int64_t prefill_tokens = 256;
   std::int64_t vocab = 0;
   std::vector<std::int64_t> eos_ids;
   std::int64_t default_max_tokens = 16;
-  std::uint64_t seed = 0;  ///< Requests without a seed draw by this and their number.
+  std::uint64_t seed = 0;  ///< Requests without a seed use this and their number.
 };
 
-/// Takes requests, forms steps and tells what comes of them. Requests wait in the order in which they came;
-/// one joins a replica's steps when the pages of its longest sequence are free, so that none is ever stopped
-/// for want of memory. Prompts go in chunks, beside the requests that decode and one another. An ended
-/// request's cache is kept until its memory is needed: one whose prompt begins alike forks it, as it forks a
-/// running one's.
+/// Takes requests, forms steps and reports their results. Requests wait in order of arrival. One joins a
+/// replica's steps when the pages of its longest possible sequence are free, so that none is ever stopped for
+/// lack of memory. Prompts run in chunks, together with decoding requests and with each other. The cache of
+/// an ended request is kept until its memory is needed. A request whose prompt begins with the same tokens
+/// forks that cache, or the cache of a running request.
 class Scheduler {
  public:
-  using Emit = std::function<void(std::string)>;  ///< Takes an event, a whole line.
+  using Emit = std::function<void(std::string)>;  ///< Takes an event, as a whole line.
 
   Scheduler(SchedulerSpec spec, Emit emit);
 
-  /// Takes a command; what is wrong with it is an error event.
+  /// Takes a command. An error in the command becomes an error event.
   void take(ServeCommand command);
   void refuse(const BadLine& line);
 
   /// Whether no request waits or runs.
   bool is_idle() const;
-  /// What the ranks do next; its steps are empty if nothing can run. The caller then runs it and calls
-  /// complete(), before anything else.
+  /// What the ranks must do next; its steps are empty if nothing can run. The caller must run it and call
+  /// complete() before anything else.
   StepOrder next();
-  /// `results`: what the last order's steps drew, by replica.
+  /// `results` are what the steps of the last order drew, by replica.
   void complete(std::span<const ReplicaResult> results);
 
-  /// Ends all requests, those that wait too, with error events. Nothing may be called after.
+  /// Ends all requests, including those that wait, with error events. Nothing may be called afterwards.
   void fail(std::string_view reason);
 
-  /// resident_bytes is the caller's.
+  /// The caller sets resident_bytes.
   ServeStats stats() const;
 
  private:
@@ -84,10 +85,10 @@ class Scheduler {
   struct Running {
     ServeRequest request;
     SequenceId sequence;
-    TokenIds tokens;              ///< Prompt and output.
-    std::int64_t num_cached = 0;  ///< Of them in the cache.
-    std::int64_t num_shared = 0;  ///< Of them from another request.
-    std::int64_t max_tokens = 0;  ///< Of the output.
+    TokenIds tokens;              ///< Prompt and output tokens.
+    std::int64_t num_cached = 0;  ///< Number of these tokens in the cache.
+    std::int64_t num_shared = 0;  ///< Number of these taken from another request's cache.
+    std::int64_t max_tokens = 0;  ///< Limit on output tokens.
     TokenCounts counts;
     Clock::time_point queued_at;
     Clock::time_point started_at;
@@ -99,29 +100,30 @@ class Scheduler {
     bool is_prefilled() const { return num_cached >= prompt_size(); }
   };
 
-  /// An ended request's cache.
+  /// The cache of an ended request.
   struct Retained {
     SequenceId sequence;
-    TokenIds tokens;  ///< That are in it.
+    TokenIds tokens;  ///< The tokens in the cache.
   };
 
   struct Replica {
     PageLedger ledger;
     std::list<Running> running;                         // in the order in which they joined
-    std::deque<Retained> retained;                      // the one used last at the back
+    std::deque<Retained> retained;                      // most recently used at the back
     std::vector<CacheCall> calls;                       // of the next order
-    std::vector<std::list<Running>::iterator> drawing;  // one a logit row of the step that runs
-    bool may_admit = true;  // something changed since the queue's head found no room
+    std::vector<std::list<Running>::iterator> drawing;  // one per logit row of the running step
+    // Whether something changed since the first request of the queue found no room.
+    bool may_admit = true;
   };
 
-  /// Where a prompt's beginning is in a cache already.
+  /// A prefix of a prompt that a cache already holds.
   struct Prefix {
     SequenceId sequence;
     std::int64_t tokens = 0;
     bool is_retained = false;
   };
 
-  /// Tokens of a prompt in a step.
+  /// The number of tokens of a prompt in a step.
   struct PrefillShare {
     std::list<Running>::iterator at;
     std::int64_t count = 0;
@@ -152,9 +154,9 @@ class Scheduler {
   SchedulerSpec spec_;
   Emit emit_;
   std::deque<Queued> queue_;
-  std::int64_t queued_tokens_ = 0;       // of the prompts in it
+  std::int64_t queued_tokens_ = 0;       // prompt tokens of the queue
   std::int64_t compared_tokens_ = 0;     // since the last step
-  std::unordered_set<std::string> ids_;  // of requests that wait or run
+  std::unordered_set<std::string> ids_;  // ids of waiting and running requests
   std::vector<Replica> replicas_;
   std::uint64_t num_requests_ = 0;
 };

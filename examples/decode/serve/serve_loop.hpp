@@ -36,19 +36,19 @@
 
 namespace helix::decode {
 
-/// A communicator whose abort() ends the process before the host hears of a stream's failure, as
+/// A communicator whose abort() ends the process before the host learns that a stream failed, such as
 /// cpu::MpiComm.
 template <class Comm>
 concept EndsProcess = requires(Comm& comm, std::function<void(std::string_view)> last_words) {
   comm.before_abort(last_words);
 };
 
-/// All ranks run it together: each turn the root takes what clients have said, tells all ranks what to do,
-/// and then what was drawn. An idle root tells them so in time for none to think it dead.
+/// All ranks run this loop together. In each turn the root takes the clients' commands, tells all ranks what
+/// to do, and gathers what was drawn. An idle root sends an order often enough that no rank thinks it dead.
 template <DecoderBackend B>
 class ServeLoop {
  public:
-  /// The client of `io` counts on world rank 0 alone.
+  /// The client in `io` is used on world rank 0 only.
   ServeLoop(B& backend, typename B::Comm& world, const Topology& topo, const ModelConfig& config,
             const GenerationRequest& request, StageModel<B>& model, const RootIo& io)
       : world_(world),
@@ -77,9 +77,9 @@ class ServeLoop {
   ServeLoop(const ServeLoop&) = delete;
   ServeLoop& operator=(const ServeLoop&) = delete;
 
-  /// Returns when the root's input has ended and all requests are done, or nobody reads what they give.
-  /// @throws what a step or another rank failed with; each request that had not ended has an error event
-  /// then, which a client that reads has got.
+  /// Returns when the root's input has ended and all requests are done, or when nobody reads the output.
+  /// @throws the failure of a step or of another rank. Each unfinished request then has an error event, which
+  /// a client that reads has received.
   void run() {
     try {
       serve();
@@ -110,7 +110,7 @@ class ServeLoop {
     return order;
   }
 
-  /// Root: waits for something to do, but not for so long that other ranks would give up.
+  /// Root: waits for something to do, but not so long that other ranks would give up.
   StepOrder decide() {
     if (client_->is_behind()) {
       client_->wait_for_client(longest_silence_);
@@ -130,11 +130,12 @@ class ServeLoop {
     return order;
   }
 
-  /// Calls each(line) for what has come, unless there is so much that requests that run, and other ranks,
-  /// would wait for it, or the client does not read the answers. The rest is left to the next turn.
+  /// Calls each(line) for the lines that have arrived. It stops when this takes so long that running requests
+  /// and other ranks would have to wait, or when the client does not read the answers. The next turn takes
+  /// the remaining lines.
   template <class Each>
   void take_lines(const Each& each) {
-    constexpr int kLines = 64;  // between two looks at the client
+    constexpr int kLines = 64;  // between two checks of the client
     constexpr std::chrono::milliseconds kLongest{20};
     const auto end = std::chrono::steady_clock::now() + kLongest;
     bool goes_on = true;
@@ -162,8 +163,8 @@ class ServeLoop {
     events_ += stats_event(stats);
   }
 
-  /// Root: ends all requests, those too that have come and were not taken, and waits until the client has
-  /// their errors, if it reads, as the process may end then. Once, on any thread; bounded.
+  /// Root: ends all requests, including those read but not yet taken, and waits until a client that reads has
+  /// their errors, because the process may end afterwards. Runs only once, on any thread; bounded.
   void tell_failure(std::string_view reason) {
     const auto end = std::chrono::steady_clock::now() + longest_silence_;
     const std::unique_lock lock(in_use_, end);
@@ -219,7 +220,7 @@ class ServeLoop {
     return model_.finish();
   }
 
-  /// Brings what the replicas drew to the root, which has its own already.
+  /// Gathers what the replicas drew on the root, which already has its own part.
   void complete(const StepOrder& order, const Drawn& drawn) {
     const bool has_work = std::ranges::any_of(
         order.replicas, [](const ReplicaOrder& replica) { return !replica.step.logit_rows.empty(); });
@@ -232,7 +233,7 @@ class ServeLoop {
     mine.best_log_probs.assign(drawn.log_probs.best.begin(), drawn.log_probs.best.end());
     if (topo_.dp() > 1) {
       const auto all = gather_.gather(serialize(mine));
-      // All ranks of a replica have what it drew; the last one's stays.
+      // All ranks of a replica hold the same results; the last rank's are kept.
       for (int rank = 0; is_root() && rank < topo_.world_size(); ++rank) {
         results[static_cast<std::size_t>(topo_.coordinates(rank).replica)] =
             deserialize_result(all[static_cast<std::size_t>(rank)]);
@@ -242,7 +243,7 @@ class ServeLoop {
     }
     if (!is_root()) return;
     const std::scoped_lock lock(in_use_);
-    if (has_failed_) return;  // each request has had its end
+    if (has_failed_) return;  // every request has already ended
     scheduler_->complete(results);
     flush();
   }
@@ -259,10 +260,10 @@ class ServeLoop {
   BytesGather<B> gather_;
   Frontend* client_;
   std::chrono::milliseconds longest_silence_;
-  std::timed_mutex in_use_;               // held by who uses the next three
-  std::unique_ptr<Scheduler> scheduler_;  // of the root
-  std::string events_;                    // of this turn
-  bool has_failed_ = false;               // which the requests know
+  std::timed_mutex in_use_;               // held by the user of the next three members
+  std::unique_ptr<Scheduler> scheduler_;  // on the root
+  std::string events_;                    // events of this turn
+  bool has_failed_ = false;               // the requests have been told
   std::vector<std::int64_t> counts_;
 };
 

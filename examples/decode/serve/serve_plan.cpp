@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sizes of a serving job, from its request.
+// Derives the sizes of a serving job from its request.
 #include "serve/serve_plan.hpp"
 
 #include "generate/request_plan.hpp"

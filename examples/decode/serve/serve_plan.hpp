@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a serving job's scheduler is built for, and what its client is told of it.
+// What the scheduler of a serving job is built for, and what its client is told about the job.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@
 
 namespace helix::decode {
 
-/// The scheduler whose ledgers are those of the ranks' caches, see plan_cache().
+/// The scheduler's specification; its ledgers match the ranks' caches, see plan_cache().
 SchedulerSpec plan_scheduler(const GenerationRequest& request, const ModelConfig& config,
                              const Topology& topo);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading one line of JSON in one pass: prompts of a million ids are kept once.
+// Parses one line of JSON in one pass, so that a prompt of a million ids is stored only once.
 #include "serve/serve_request.hpp"
 
 #include <array>
@@ -23,15 +23,15 @@ namespace {
 
 constexpr std::size_t kMaxIdBytes = 256;
 
-/// What has no key of its own in an error message.
+/// The name of values without a key in error messages.
 constexpr std::string_view kWhere = "request";
 
-/// The id of a line that CommandReader refused before it came to it. Passes over all else.
+/// Finds the id of a line that CommandReader refused before it reached the id. Skips everything else.
 class IdReader : public JsonEvents {
  public:
   IdReader() : JsonEvents(kWhere) {}
 
-  /// The id, if the line says one before it ceases to be JSON; else empty.
+  /// The id, if it comes before the first malformed JSON; otherwise empty.
   std::string read(std::string_view line) {
     try {
       parse(line);
@@ -70,7 +70,7 @@ class IdReader : public JsonEvents {
   bool is_id_next_ = false;
 };
 
-/// Takes the keys of one object. Values land where their key says; anything else is refused.
+/// Reads the keys of one object. Each value goes to the member of its key; anything else is refused.
 class CommandReader : public JsonEvents {
  public:
   explicit CommandReader(const ServeDefaults& defaults) : JsonEvents(kWhere) {
@@ -190,7 +190,7 @@ class CommandReader : public JsonEvents {
   }
 
  private:
-  /// Whether the current key takes any number, which `value` is then.
+  /// Whether the current key takes any number; if so, stores `value`.
   bool real(double value) {
     float* const place = real_place();
     if (place == nullptr) return false;
@@ -221,7 +221,7 @@ class CommandReader : public JsonEvents {
     return true;
   }
 
-  /// Where the current key's number goes, if it is a real one.
+  /// Where the current key's number is stored, if the key takes a real number.
   float* real_place() {
     if (is_array_) return nullptr;
     if (key_ == "temperature") return &request_.sampling.temperature;

@@ -16,51 +16,53 @@
 
 namespace helix::decode {
 
-/// Most ids of which log-probabilities are told beside a token's.
+/// Maximum number of ids whose log-probabilities are reported with a token's.
 inline constexpr std::int64_t kMaxBest = 20;
-inline constexpr std::size_t kMaxStop = 1024;  ///< Ids of "stop".
+inline constexpr std::size_t kMaxStop = 1024;  ///< Maximum number of ids in "stop".
 
 /// One prompt to complete.
 struct ServeRequest {
-  std::string id;  ///< Names its events; of no other request that is not ended.
+  /// Identifies its events. No other unfinished request may have it.
+  std::string id;
   TokenIds prompt;
-  std::optional<std::int64_t> max_tokens;  ///< nullopt: what the context leaves, at most the default.
+  std::optional<std::int64_t> max_tokens;  ///< nullopt: what the context leaves, but at most the default.
   bool ignore_eos = false;
-  TokenIds stop;  ///< Ids that end it, beside the checkpoint's.
+  TokenIds stop;  ///< Ids that end the output, in addition to the checkpoint's.
   std::optional<std::uint64_t> seed;
-  SamplingConfig sampling;  ///< Its seed is the request's once it is taken.
+  SamplingConfig sampling;  ///< When the request is taken, the seed here becomes the request's own.
   Penalties penalties;
-  std::optional<std::int64_t> num_best;  ///< Log-probabilities of each token and of so many likeliest ids.
+  /// Report the log-probabilities of each token and of this many likeliest ids.
+  std::optional<std::int64_t> num_best;
 };
 
-/// Ends a request before its time.
+/// Ends a request early.
 struct CancelCommand {
   std::string id;
 };
 /// Asks for a stats event.
 struct StatsCommand {};
-/// Gives back the memory of ended requests, whose prefixes later ones could have shared.
+/// Gives back the memory of ended requests, whose prefixes later requests could have shared.
 struct ForgetCommand {};
 
 using ServeCommand = std::variant<ServeRequest, CancelCommand, StatsCommand, ForgetCommand>;
 
-/// What requests have that do not say.
+/// Values of requests that leave them open.
 struct ServeDefaults {
   SamplingConfig sampling;
   Penalties penalties;
 };
 
-/// A line that is no command; `id` is that of the request, if it says one before it ceases to be JSON.
+/// A line that is not a command. `id` is the request's id, if it comes before the first malformed JSON.
 struct BadLine {
   std::string id;
   std::string message;
 };
 
-/// What a line says, or what is wrong with it.
+/// The command of a line, or its error.
 using ParsedLine = std::variant<ServeCommand, BadLine>;
 
-/// The command that `line` holds. A line that there is no memory for is a bad one. Throws only where not even
-/// that can be said for want of memory.
+/// Parses the command in `line`. A line for which there is not enough memory becomes a BadLine. Throws only
+/// if there is no memory even for that.
 ParsedLine parse_command(std::string_view line, const ServeDefaults& defaults);
 
 }  // namespace helix::decode

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Orders and results as bytes.
+// Serializes orders and results.
 #include "serve/step_order.hpp"
 
 #include "generate/bytes.hpp"
@@ -7,7 +7,8 @@
 namespace helix::decode {
 namespace {
 
-/// Calls each(field) for all that a replica's order holds, so that reading and writing cannot differ.
+/// Calls each(field) for every field of a replica's order. Reading and writing share it, so that they cannot
+/// differ.
 template <class Order, class Each>
 void for_each_field_of_order(Order& order, Each& each) {
   each(order.cache_calls);
@@ -23,7 +24,7 @@ void for_each_field_of_order(Order& order, Each& each) {
   each(order.step.is_decode);
 }
 
-/// As above, of a result.
+/// Calls each(field) for every field of a result.
 template <class Result, class Each>
 void for_each_field_of_result(Result& result, Each& each) {
   each(result.tokens);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StepOrder: what the root has every rank do next, and how it reaches them.
+// StepOrder: what the root tells every rank to do next, and how this reaches them.
 #pragma once
 
 #include <cstddef>
@@ -16,22 +16,22 @@
 
 namespace helix::decode {
 
-/// One call of ShardedKVCache. Every rank makes the same ones in the same order, and so gets the same ids.
+/// One call of ShardedKVCache. Every rank makes the same calls in the same order, so all get the same ids.
 struct CacheCall {
   enum class Kind : std::int32_t { add, fork, reserve, unreserve, release };
   Kind kind = Kind::add;
   SequenceId id;            ///< add, fork: the new sequence.
   SequenceId parent;        ///< fork
-  std::int64_t tokens = 0;  ///< fork: the prefix; reserve: the total.
+  std::int64_t tokens = 0;  ///< fork: tokens of the prefix; reserve: tokens in total.
 };
 
-/// What one replica does.
+/// What one replica must do.
 struct ReplicaOrder {
   std::vector<CacheCall> cache_calls;
-  Step step;  ///< Empty: none.
+  Step step;  ///< Empty: no step.
 };
 
-/// What all ranks do.
+/// What all ranks must do.
 struct StepOrder {
   bool is_last = false;
   std::vector<ReplicaOrder> replicas;
@@ -39,30 +39,32 @@ struct StepOrder {
 
 /// What one replica's step drew.
 struct ReplicaResult {
-  std::vector<std::int32_t> tokens;  ///< A token a logit row.
-  std::vector<float> log_probs;      ///< As LogProbs, or empty.
+  std::vector<std::int32_t> tokens;  ///< One per logit row.
+  std::vector<float> log_probs;      ///< As in LogProbs, or empty.
   std::vector<std::int32_t> best_ids;
   std::vector<float> best_log_probs;
 };
 
-/// The result as bytes, for ranks of this program.
+/// Serializes the result, for ranks of this program.
 std::vector<std::byte> serialize(const ReplicaResult& result);
-/// The result that serialize() wrote. @throws Error(internal) if bytes are missing or left.
+/// Reads the result that serialize() wrote.
+/// @throws Error(internal) if bytes are missing or left over.
 ReplicaResult deserialize_result(std::span<const std::byte> bytes);
 
-/// The order as bytes, for ranks of this program.
+/// Serializes the order, for ranks of this program.
 std::vector<std::byte> serialize(const StepOrder& order);
-/// The order that serialize() wrote. @throws Error(internal) if bytes are missing or left.
+/// Reads the order that serialize() wrote.
+/// @throws Error(internal) if bytes are missing or left over.
 StepOrder deserialize_order(std::span<const std::byte> bytes);
 
-/// Brings the root's bytes to every rank: one broadcast, or two where they do not fit into the first.
+/// Sends the root's bytes to every rank, with one broadcast, or two if they do not fit into the first.
 template <DecoderBackend B>
 class OrderChannel {
  public:
   OrderChannel(B& backend, typename B::Comm& world, typename B::Stream stream)
       : backend_(&backend), world_(&world), stream_(stream), device_(backend.allocate(kFirstBytes)) {}
 
-  /// Collective. `mine` counts on rank 0; every rank gets it.
+  /// Collective. `mine` is used on rank 0 only; every rank returns rank 0's bytes.
   std::vector<std::byte> broadcast(std::vector<std::byte> mine) {
     if (world_->size() == 1) return mine;
     std::vector<std::byte> first = first_message(mine);
