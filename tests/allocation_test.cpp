@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step allocates nothing, neither on the host that queues it nor on the threads that run it (invariant 10).
+// A step allocates nothing, neither on the host thread that queues it nor on the threads that run it
+// (invariant 10).
 #include <barrier>
 #include <cstdint>
 #include <random>
@@ -27,7 +28,7 @@ TEST_CASE("the counter sees an allocation on another thread") {
         }) == 1);
 }
 
-/// Allocations of the last of two equal steps of a layer, all ranks together.
+/// Allocations in the second of two equal steps of a layer, all ranks together.
 std::int64_t allocations_of_layer(const LayerSpec& spec, const TopologySpec& grid, int hop_b_slices,
                                   int threads, const MlaPrefill& mla_prefill = {}) {
   constexpr std::int64_t kSequences = 5;

@@ -11,7 +11,7 @@ namespace {
 
 using CpuBackend = cpu::Backend<cpu::LocalComm>;
 
-/// cpu::Backend whose operations are shared out over three threads.
+/// A cpu::Backend whose operations are shared by three threads.
 class ThreadedCpuBackend : public CpuBackend {
  public:
   ThreadedCpuBackend() : CpuBackend(3) {}

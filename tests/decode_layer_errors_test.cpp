@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode_layer refuses arguments that contradict each other on every rank alike, and names ranks out of step.
+// decode_layer refuses contradictory arguments equally on every rank, and names ranks that are out of step.
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -22,7 +22,7 @@ namespace {
 
 using CpuBackend = cpu::Backend<cpu::LocalComm>;
 
-/// The arguments of one call, for a test to spoil.
+/// The arguments of one call; tests modify them.
 struct Arguments {
   RankShape shape;
   LayerConfig config;
@@ -44,8 +44,8 @@ struct BadCall {
   ErrorCode code = ErrorCode::invalid_argument;
 };
 
-/// Every rank must throw `code` before it talks to another one: the good step that follows shows that they
-/// are still in step.
+/// Every rank must throw `code` before it communicates: the good step that follows shows that the ranks are
+/// still in step.
 void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::vector<BadCall>& calls) {
   const oracle::Layer layer = random_layer(spec, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
@@ -87,17 +87,17 @@ void widen(WeightView& w) {
   w.cols += 1;
 }
 
-/// The query offsets with another second one.
+/// The query offsets with another value for the second one.
 std::span<const std::int32_t> with_middle(const Arguments& a, std::int64_t offset) {
-  thread_local std::vector<std::int32_t> offsets;  // outlives the call that reads it
+  thread_local std::vector<std::int32_t> offsets;  // must live as long as the call reads it
   offsets.assign(a.batch.query_offsets_host.begin(), a.batch.query_offsets_host.end());
   offsets[1] = static_cast<std::int32_t>(offset);
   return offsets;
 }
 
-/// Rows as `hidden` that lie apart from all others.
+/// Rows like `hidden` in memory that nothing else uses.
 TensorView<float, 2> beside_hidden(const Arguments& a) {
-  thread_local std::vector<float> rows;  // outlives the call that is refused
+  thread_local std::vector<float> rows;  // must live as long as the refused call
   rows.resize(static_cast<std::size_t>(a.hidden.size()));
   return {rows.data(), {a.hidden.extent(0), a.hidden.extent(1)}};
 }
@@ -369,7 +369,7 @@ TEST_CASE("A step beyond the exchange's capacity is refused before any collectiv
 
 TEST_CASE("A rank that leaves out a step is out of step, not a wrong result") {
   const oracle::Layer layer = random_layer({}, 8);
-  Script script;  // decode steps of equal sizes: only positions tell them apart
+  Script script;  // decode steps of equal sizes: only positions distinguish them
   script.sequences = 3;
   for (std::uint32_t s = 0; s < 5; ++s)
     script.steps.push_back({{1, 1, 1}, {0, 0, 0}, RandomMatrices(s).vector(3 * layer.hidden, 1.0)});
@@ -380,7 +380,7 @@ TEST_CASE("A rank that leaves out a step is out of step, not a wrong result") {
       LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = slices});
       for (std::size_t s = 0; s < script.steps.size(); ++s) {
         rank.prepare(script.steps[s]);
-        if (comm.rank() == 3 && s == 2) continue;  // the cache grows, the layer does not run
+        if (comm.rank() == 3 && s == 2) continue;  // the cache grows, but the layer does not run
         rank.launch();
         rank.finish(script.steps[s]);
       }

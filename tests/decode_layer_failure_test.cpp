@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank that fails inside decode_layer is named by all others, and none hangs.
+// If a rank fails inside decode_layer, all other ranks name it, and none hangs.
 #include <chrono>
 #include <string>
 #include <string_view>
@@ -17,7 +17,7 @@ namespace {
 
 using CpuBackend = cpu::Backend<cpu::LocalComm>;
 
-/// cpu::Backend one of whose operations fails, on the host when it is queued or on the stream when it runs.
+/// A cpu::Backend in which one operation fails, on the host when it is queued or on the stream when it runs.
 class FailingBackend : public CpuBackend {
  public:
   using CpuBackend::CpuBackend;
@@ -95,7 +95,7 @@ TEST_CASE("A host failure inside a layer aborts the stage without the caller's h
   const Topology topo({.kvp = 2}, shape_of(layer));
   std::vector<cpu::LocalComm> stages = cpu::LocalComm::create_group(2);
   std::vector<std::string> seen(2);
-  // The culprit swallows its exception and stays, so nobody but decode_layer tells the other rank.
+  // The culprit catches its exception and continues, so only decode_layer can tell the other rank.
   run_ranks_or_throw(2, [&](cpu::LocalComm& comm) {
     const auto me = static_cast<std::size_t>(comm.rank());
     auto backend = make_backend<FailingBackend>(topo, stages[me]);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode_layer against an unsharded layer in double precision, on every legal topology of up to eight ranks.
+// decode_layer compared with an unsharded layer in double precision, on every legal topology of up to eight
+// ranks.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -24,8 +25,8 @@ namespace {
 
 using CpuBackend = cpu::Backend<cpu::LocalComm>;
 
-/// The shards of one sequence in global order, [tokens, Hkv, D] keys and, behind them, values (MLA: rows).
-/// Checks on the way that each is stored as often as the topology says, and that copies are equal.
+/// Joins the shards of one sequence in global order: [tokens, Hkv, D] keys, followed by values (MLA: latent
+/// rows). Also checks that each token is stored as often as the topology says, and that its copies are equal.
 std::vector<float> gather_kv(const Topology& topo, const std::vector<RankResult>& ranks, std::size_t sequence,
                              std::int64_t num_tokens, std::int64_t chunk) {
   const ModelShape& shape = topo.shape();
@@ -74,7 +75,7 @@ double kv_error(const oracle::History& history, const std::vector<float>& gather
   return worst;
 }
 
-/// Legal topologies of `stage_size` ranks that need `permissions`, or all without any.
+/// Legal topologies of `stage_size` ranks that need `permissions`, or all that need none.
 std::vector<TopologySpec> topologies(const ModelShape& shape, int stage_size,
                                      const TopologySpec& permissions) {
   if (!permissions.allow_kv_duplication && !permissions.allow_uneven_ffn)
@@ -96,13 +97,13 @@ std::vector<TopologySpec> topologies(const ModelShape& shape, int stage_size,
   return found;
 }
 
-/// Everything that must hold for one run on one topology.
+/// Checks everything that must hold for one run on one topology.
 void check_run(const Topology& topo, const oracle::Layer& layer, const Script& script,
                const Expected& expected, const std::vector<RankResult>& alone, LayerRunOptions options,
                std::initializer_list<int> slice_counts = {1, 2, 4}) {
   std::vector<RankResult> first;
   for (const int slices : slice_counts) {
-    if (kIsSanitized && slices == 2) continue;  // slow enough
+    if (kIsSanitized && slices == 2) continue;  // too slow
     options.hop_b_slices = slices;
     CAPTURE(topo.kvp(), topo.tpa(), topo.tpf(), topo.ep(), options.chunk, slices);
     const std::vector<RankResult> ranks = run_script(topo, layer, script, options);
@@ -112,7 +113,7 @@ void check_run(const Topology& topo, const oracle::Layer& layer, const Script& s
       first = ranks;
       continue;
     }
-    CHECK(ranks.front().hidden == first.front().hidden);  // slices change no bit
+    CHECK(ranks.front().hidden == first.front().hidden);  // slices must not change any bit
     for (std::size_t r = 0; r < ranks.size(); ++r) CHECK(ranks[r].kv == first[r].kv);
   }
   for (std::size_t b = 0; b < expected.histories.size(); ++b) {
@@ -124,13 +125,15 @@ void check_run(const Topology& topo, const oracle::Layer& layer, const Script& s
   }
 }
 
-/// The layer on all topologies of 1, 2, 4 and 8 ranks, chunks of 1, 3 and 16 tokens, 1, 2 and 4 slices.
+/// Checks the layer on all topologies of 1, 2, 4 and 8 ranks, with chunks of 1, 3 and 16 tokens and 1, 2 and
+/// 4 slices.
 void check_all_topologies(const LayerSpec& spec, TopologySpec permissions = {}) {
   const std::uint32_t seed = 20;
   const oracle::Layer layer = random_layer(spec, seed);
   const Script script = ragged_script(5, spec.hidden, seed + 1);
   const Expected expected = run_oracle(layer, script);
-  REQUIRE(expected.routing_margin > 1e-5);  // else f32 may rightly choose other experts: take another seed
+  // Otherwise f32 may legitimately choose other experts: use another seed.
+  REQUIRE(expected.routing_margin > 1e-5);
   const ModelShape shape = shape_of(layer);
   const std::vector<RankResult> alone = run_script(Topology({}, shape), layer, script, {});
   int topologies_run = 0;
@@ -305,7 +308,7 @@ TEMPLATE_TEST_CASE("Other models of Backend run the same layer", "", ReferenceBa
   }
 }
 
-// Negative control of invariant 1: W_o's columns dealt out by stage_rank. The tests above must see it.
+// Negative control of invariant 1: with W_o's columns distributed by stage_rank, the tests above must fail.
 TEST_CASE("W_o sharded by stage_rank is wrong exactly when KVP and TPA both exceed 1") {
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
@@ -333,7 +336,7 @@ TEST_CASE("A step without tokens changes nothing and later steps go on") {
         run_script(Topology({.kvp = 2, .tpa = 2}, shape_of(layer)), layer, script, {.hop_b_slices = slices});
     for (const RankResult& rank : ranks) CHECK(error_of(rank, expected) <= kLayerTolerance);
   }
-  Script empty;  // no sequence at all
+  Script empty;  // no sequence
   empty.steps.push_back({});
   for (const RankResult& rank :
        run_script(Topology({.kvp = 2, .tpa = 2}, shape_of(layer)), layer, empty, {.hop_b_slices = 2}))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Storage types: every bit pattern against values computed in double, and rounding against a search for the
-// nearest.
+// Storage types: every bit pattern compared with values computed in double, and rounding compared with a
+// search for the nearest value.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -22,13 +22,13 @@ using helix::DType;
 using helix::f16;
 using helix::fp8_e4m3;
 
-/// What the tests know about a format, independent of the library: sign, exponent and mantissa widths, and
-/// its specials.
+/// A format as the tests know it, independent of the library: widths of sign, exponent and mantissa, and
+/// special values.
 struct Format {
   const char* name;
   int exponent_bits;
   int mantissa_bits;
-  bool has_infinity;  ///< the largest exponent holds infinity and NaN; else only its last pattern is NaN
+  bool has_infinity;  ///< the largest exponent holds infinity and NaN; otherwise only its last pattern is NaN
 };
 
 constexpr Format kBf16{"bf16", 8, 7, true};
@@ -46,7 +46,7 @@ std::uint32_t first_special(const Format& f) {
   return f.has_infinity ? magnitudes - (1u << f.mantissa_bits) : magnitudes - 1;
 }
 
-/// The value of a magnitude pattern that is finite, from the definition of the format.
+/// The value of a finite magnitude pattern, by the definition of the format.
 double finite_value(const Format& f, std::uint32_t magnitude) {
   const int bias = (1 << (f.exponent_bits - 1)) - 1;
   const auto exponent = static_cast<int>(magnitude >> f.mantissa_bits);
@@ -65,7 +65,8 @@ std::vector<double> finite_values(const Format& f) {
 }
 
 /// The pattern nearest to `value`, ties to the even pattern, found by search in the table of all magnitudes.
-/// Past the largest: a format with infinity treats it as the next value of the series; one without saturates.
+/// Beyond the largest value, a format with infinity treats infinity as the next value of the series; a format
+/// without it saturates.
 std::uint32_t nearest_by_search(const Format& f, const std::vector<double>& table, double value) {
   const std::uint32_t sign = std::signbit(value) ? sign_bit(f) : 0;
   const double magnitude = std::abs(value);
@@ -73,7 +74,7 @@ std::uint32_t nearest_by_search(const Format& f, const std::vector<double>& tabl
     if (!f.has_infinity) return sign | (first_special(f) - 1);
     const double step = table[table.size() - 1] - table[table.size() - 2];
     const bool to_infinity =
-        magnitude >= table.back() + step / 2;  // the last finite pattern is odd: a tie leaves it
+        magnitude >= table.back() + step / 2;  // the last finite pattern is odd, so a tie rounds away from it
     return sign | (to_infinity ? first_special(f) : first_special(f) - 1);
   }
   const auto above = std::upper_bound(table.begin(), table.end(), magnitude);
@@ -111,7 +112,7 @@ void check_every_pattern(const Format& f) {
       right = right && std::isinf(value) && pattern_of<T>(value) == pattern;
     } else {
       const std::uint32_t back =
-          pattern_of<T>(value);  // still NaN of the same sign; the payload may be quieted
+          pattern_of<T>(value);  // still NaN with the same sign; the payload may become quiet
       right = right && std::isnan(value) && std::isnan(value_of<T>(back)) &&
               (back & sign_bit(f)) == (pattern & sign_bit(f));
     }
@@ -123,8 +124,8 @@ void check_every_pattern(const Format& f) {
   CHECK(failures == 0);
 }
 
-/// Values around which rounding decides: each representable, the midpoints between neighbours, and the floats
-/// beside them.
+/// Values around which rounding decides: each representable value, the midpoints between neighbours, and the
+/// floats next to them.
 template <class T>
 void check_rounding(const Format& f) {
   const std::vector<double> table = finite_values(f);
@@ -142,7 +143,7 @@ void check_rounding(const Format& f) {
   const auto check_around = [&](double value) {
     const auto at = static_cast<float>(value);
     REQUIRE(static_cast<double>(at) ==
-            value);  // representables and midpoints are floats, so the tie is exact
+            value);  // representable values and midpoints are floats, so the tie is exact
     check(at);
     check(std::nextafter(at, 0.0f));
     const float above = std::nextafter(at, std::numeric_limits<float>::infinity());
@@ -167,7 +168,7 @@ void check_rounding(const Format& f) {
   CHECK(failures == 0);
 }
 
-/// Every NaN float stays NaN: all payload bits one at a time, both signs, and random payloads.
+/// Checks that every NaN float stays NaN: all payload bits one at a time, both signs, and random payloads.
 template <class T>
 void check_nan(const Format& f) {
   std::vector<std::uint32_t> payloads{1, 0x7fffff, 0x400000, 0x3fffff};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// HopB: order on both streams, true overlap, the paper's figure 3, failures, and the choice of slices.
+// HopB: order on both streams, real overlap, the paper's figure 3, failures, and the choice of the number of
+// slices.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -25,13 +26,13 @@ using CpuBackend = cpu::Backend<cpu::LocalComm>;
 using Stream = CpuBackend::Stream;
 using Clock = std::chrono::steady_clock;
 
-/// Intervals of what ran, in seconds.
+/// The interval in which something ran, in seconds.
 struct Interval {
   double begin = 0.0;
   double end = 0.0;
 };
 
-/// One run of HopB in which attention and exchange sleep, and when each slice did what.
+/// One run of HopB in which attention and exchange sleep, with the times of each slice.
 struct Timeline {
   std::vector<Interval> attention;
   std::vector<Interval> exchange;
@@ -91,9 +92,9 @@ TEST_CASE(
     "figure 3: 8 requests, 16 units of attention, 9.6 of exchange take 25.6 units apart and about 17 "
     "overlapped") {
   constexpr double kUnit = 0.004;
-  // Both halves of the work one after the other: sleeps are never short.
+  // Attention and exchange one after the other: sleeps are never too short.
   CHECK(run_pipeline(1, 16 * kUnit, 9.6 * kUnit).total / kUnit >= 25.6);
-  double best = HUGE_VAL;  // a busy machine stretches sleeps, for seconds where others compile on it
+  double best = HUGE_VAL;  // a busy machine stretches sleeps, for seconds while others compile on it
   for (int attempt = 0; attempt < 40 && best >= 20.0; ++attempt)
     best = std::min(best, run_pipeline(8, 2 * kUnit, 1.2 * kUnit).total / kUnit);
   CAPTURE(best);
@@ -101,7 +102,7 @@ TEST_CASE(
   CHECK(best < 20.0);
 }
 
-/// The pipeline event by event, from its rules and not from the formula.
+/// Simulates the pipeline event by event, from its rules and not from the formula.
 double simulate(int slices, double attention, double exchange) {
   double attention_free = 0.0;
   double exchange_free = 0.0;
@@ -123,9 +124,9 @@ TEST_CASE("hop_b_time equals the pipeline played slice by slice, and figure 3") 
 
 TEST_CASE("best_hop_b_slices takes the fewest slices of the least time") {
   CHECK(best_hop_b_slices(8, 8, 16, 9.6, 0.0) == 8);
-  CHECK(best_hop_b_slices(8, 5, 16, 9.6, 0.0) == 5);    // no slice without a sequence
+  CHECK(best_hop_b_slices(8, 5, 16, 9.6, 0.0) == 5);    // at most one slice per sequence
   CHECK(best_hop_b_slices(8, 8, 16, 0.0, 0.1) == 1);    // nothing to hide
-  CHECK(best_hop_b_slices(8, 8, 16, 0.0, 0.0) == 1);    // all equal
+  CHECK(best_hop_b_slices(8, 8, 16, 0.0, 0.0) == 1);    // all slice counts are equal
   CHECK(best_hop_b_slices(8, 8, 16, 9.6, 100.0) == 1);  // hand-overs cost more than they hide
   CHECK(best_hop_b_slices(64, 64, 16, 9.6, 0.6) == 4);  // 9.6 / n + 0.6 n is least at 4
   CHECK(best_hop_b_slices(8, 0, 16, 9.6, 0.0) == 1);
@@ -139,7 +140,7 @@ TEST_CASE("the number of slices is what was asked for, within the sequences and 
   CHECK(hop_b.resolve_slices(3, 2, 2, 1000) == 2);
   CHECK(hop_b.resolve_slices(3, 0, 2, 1000) == 1);
   CHECK(hop_b.resolve_slices(20, 64, 2, 1000) == 8);
-  CHECK(hop_b.resolve_slices(0, 64, 1, 1000) == 1);  // nothing is exchanged
+  CHECK(hop_b.resolve_slices(0, 64, 1, 1000) == 1);  // there is no exchange
   CHECK(hop_b.resolve_slices(0, 64, 2, 1000) == 4);
   CHECK(hop_b.resolve_slices(0, 3, 2, 1000) == 3);
   CHECK(hop_b.resolve_slices(0, 0, 2, 1000) == 1);
@@ -148,7 +149,7 @@ TEST_CASE("the number of slices is what was asked for, within the sequences and 
   CHECK(required_failure([&] { hop_b.resolve_slices(0, -2, 2, 1000); }).says("-2 sequences"));
 }
 
-/// Backends whose memory or events library code could not keep.
+/// Backends with memory or events that library code could not store.
 struct NoEmptyBuffer : CpuBackend {
   struct Buffer {
     explicit Buffer(std::size_t bytes) : memory(bytes) {}
@@ -189,10 +190,10 @@ TEST_CASE("a backend's costs choose the slices that exposed transfer and hand-ov
   const HopB<CostedBackend> hop_b(backend, 8);
   const auto slices_of_mb = [&](std::int64_t mb) { return hop_b.resolve_slices(0, 512, 2, mb * 1'000'000); };
   CHECK(slices_of_mb(0) == 1);
-  CHECK(slices_of_mb(14) == 1);    // 56 us: halving it saves 28
-  CHECK(slices_of_mb(16) == 2);    // 64 us: halving it saves 32
+  CHECK(slices_of_mb(14) == 1);    // 56 us: halving them saves 28
+  CHECK(slices_of_mb(16) == 2);    // 64 us: halving them saves 32
   CHECK(slices_of_mb(46) == 3);    // 184 us: the third slice saves 184 / 6 = 31
-  CHECK(slices_of_mb(1000) == 8);  // as many as there may be
+  CHECK(slices_of_mb(1000) == 8);  // the maximum number
   CHECK(hop_b.resolve_slices(0, 3, 2, 1'000'000'000) == 3);
   CHECK(hop_b.resolve_slices(0, 512, 1, 1'000'000'000) == 1);
   CHECK(hop_b.resolve_slices(5, 512, 2, 0) == 5);
@@ -296,7 +297,7 @@ TEST_CASE(
                         },
                         stream),
                     "attention of slice 1");
-  backend.synchronize(stream);  // covers the exchange of slice 0
+  backend.synchronize(stream);  // includes the exchange of slice 0
   CHECK(is_exchanged);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ShardedKVCache refuses what contradicts itself, on every rank alike, and changes nothing.
+// ShardedKVCache refuses contradictory calls equally on every rank, and changes nothing.
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -47,7 +47,7 @@ TEST_CASE("tokens that are appended before there is room for them are refused, a
   Cache& cache = stage.cache(0);
   const SequenceId full = cache.add();
   const SequenceId empty = cache.add();
-  cache.append(full, 8, stage.stream(0));  // all pages
+  cache.append(full, 8, stage.stream(0));  // uses all pages
   stage.synchronize();
   for (const int layer : {0, 1}) {
     CAPTURE(layer);
@@ -171,7 +171,7 @@ TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
   CHECK(cache.ledger().num_sequences() == 1);
 }
 
-/// A cache of two sequences, of 6 tokens and of none.
+/// A cache with two sequences, one of 6 tokens and one empty.
 struct TwoSequences {
   Stage stage{{.kv_heads = 2}, {.dtype = DType::f32, .layers = 2, .page_tokens = 4, .pages = 4}};
   Cache& cache = stage.cache(0);
@@ -187,7 +187,7 @@ struct TwoSequences {
     return {rows.data(), {n, h, d}};
   }
 
-  /// Each call is refused and changes nothing.
+  /// Checks that each call is refused and changes nothing.
   void check(const std::vector<std::function<void()>>& calls) {
     const Snapshot before = snapshot_of(cache.ledger(), {a, b});
     for (std::size_t i = 0; i < calls.size(); ++i) {
@@ -339,5 +339,5 @@ TEST_CASE("pages that no memory holds are refused before their books are made") 
   CHECK(failure->code == ErrorCode::capacity);
   CHECK(failure->says("exceeds the address space"));
   CHECK(ResidentMemory::now().all() - before < std::int64_t{64}
-                                                   << 20);  // the books of so many pages take gigabytes
+                                                   << 20);  // the ledger of so many pages takes gigabytes
 }

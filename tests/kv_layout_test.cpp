@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvLayout: published partitions and a walk over every token for KVP 1..8, chunk 1..64 and sequences below
+// KvLayout: published partitions, and a walk over every token for KVP 1..8, chunk 1..64 and sequences below
 // 700.
 #include <cstdint>
 #include <limits>
@@ -20,7 +20,7 @@ using helix::TokenRange;
 
 constexpr std::int64_t kTokens = 700;
 
-/// 1-based tokens of each rank, as the published tables count them.
+/// Tokens of each rank, counted from 1 as in the published tables.
 std::vector<std::vector<std::int64_t>> tokens_by_rank(std::int64_t num_tokens, std::int64_t chunk,
                                                       std::int64_t kvp) {
   const KvLayout layout(kvp, chunk);
@@ -60,7 +60,7 @@ TEST_CASE("causal bounds of several queries use global positions") {
   for (std::int64_t position = 944; position < 948; ++position)
     bounds.push_back(layout.length(position + 1, 1));
   CHECK(bounds == std::vector<std::int64_t>{236, 237, 237, 237});
-  // Counting back from the shard's own length is the mistake: it would give 234, 235, 236, 237.
+  // Counting back from the shard's own length is a mistake: it would give 234, 235, 236, 237.
   CHECK(layout.length(948, 1) - 3 != bounds.front());
 }
 
@@ -70,7 +70,7 @@ TEST_CASE("every token lies on one rank at one compact local position") {
     for (std::int64_t chunk = 1; chunk <= 64; ++chunk) {
       const KvLayout layout(kvp, chunk);
       std::int64_t mistakes = 0;
-      // Walk the sequence as one who knows only "chunks are dealt to the ranks in turn".
+      // Walk the sequence knowing only that chunks are dealt to the ranks in turn.
       lengths.assign(static_cast<std::size_t>(kvp), 0);
       std::int64_t rank = 0;
       std::int64_t left_in_chunk = chunk;
@@ -80,7 +80,8 @@ TEST_CASE("every token lies on one rank at one compact local position") {
         mistakes += layout.local(p) != length;
         mistakes += layout.global(rank, length) != p;
         ++length;
-        // Every prefix: also the causal bound of the query at p, and the shard of a sequence of p + 1 tokens.
+        // Every prefix: this is also the causal bound of the query at p, and the shard of a sequence of p + 1
+        // tokens.
         for (std::int64_t r = 0; r < kvp; ++r) {
           mistakes += layout.length(p + 1, r) != lengths[static_cast<std::size_t>(r)];
         }
@@ -112,7 +113,7 @@ TEST_CASE("owned ranges visit what a loop over tokens visits, in maximal runs") 
             std::int64_t previous_end = -1;
             layout.for_each_owned_range({begin, end}, r, [&](TokenRange run, std::int64_t local_begin) {
               mistakes += run.size() <= 0;
-              mistakes += run.begin == previous_end;  // two runs that touch are one
+              mistakes += run.begin == previous_end;  // adjacent runs must be one run
               previous_end = run.end;
               for (std::int64_t i = 0; i < run.size(); ++i)
                 visited.emplace_back(run.begin + i, local_begin + i);

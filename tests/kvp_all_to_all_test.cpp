@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvpAllToAll over threads: exact for every size, TPA-major heads, bytes counted, and ranks out of step
-// found.
+// KvpAllToAll over threads: exact for every size, TPA-major heads, correct byte counts, and ranks that are
+// out of step are detected.
 #include <array>
 #include <chrono>
 #include <cmath>
@@ -25,14 +25,14 @@ namespace {
 using CpuBackend = cpu::Backend<cpu::LocalComm>;
 using Exchange = KvpAllToAll<CpuBackend>;
 
-/// A number that no other (round, kvp_rank, token, head, element) has. Exact in f32: 16 bits before the point
-/// for 3 rounds, 8 ranks, 128 tokens and 16 heads, 8 bits behind it for 256 elements.
+/// A number that is unique for (round, kvp_rank, token, head, element). It is exact in f32: 16 bits before
+/// the binary point for 3 rounds, 8 ranks, 128 tokens and 16 heads, and 8 bits after it for 256 elements.
 float stamp(int round, std::int64_t kvp_rank, std::int64_t token, std::int64_t head, std::int64_t element) {
   const std::int64_t place = ((round * 8 + kvp_rank) * 128 + token) * 16 + head;
   return static_cast<float>(place) + static_cast<float>(element) * 0x1p-8f;
 }
 
-/// What one rank's attention left: [tokens, heads, dim] and [tokens, heads].
+/// The output of one rank's attention: [tokens, heads, dim] and [tokens, heads].
 struct Attended {
   std::vector<float> out;
   std::vector<float> lse;
@@ -48,11 +48,12 @@ struct Attended {
   }
 };
 
-void expect(bool condition, const std::string& what) {  // Catch's assertions are not for rank threads
+void expect(bool condition, const std::string& what) {  // Catch's assertions are not thread-safe
   if (!condition) throw Error(ErrorCode::internal, what);
 }
 
-/// Exchanges `tokens` tokens in rounds over the same messages and compares all that arrives, bit for bit.
+/// Exchanges `tokens` tokens in several rounds over the same messages and compares everything that arrives
+/// bit for bit.
 void check_rounds(CpuBackend& backend, Exchange& exchange, std::int64_t tokens) {
   const auto stream = backend.create_stream();
   const std::int64_t heads = exchange.spec().num_query_heads;
@@ -61,7 +62,7 @@ void check_rounds(CpuBackend& backend, Exchange& exchange, std::int64_t tokens) 
   const std::int64_t kvp_rank = backend.comms().kvp->rank();
   for (int round = 0; round < 3; ++round) {
     const Attended attended(round, kvp_rank, tokens, heads, dim);
-    std::vector<std::int64_t> positions;  // another step each round, which all ranks agree on
+    std::vector<std::int64_t> positions;  // another step each round, equal on all ranks
     for (std::int64_t t = 0; t < tokens; ++t) positions.push_back(1000 * t + round);
     const auto received = exchange.exchange(attended.view, round == 1 ? nullptr : positions.data(), stream);
     backend.synchronize(stream);
@@ -136,7 +137,7 @@ TEST_CASE("zero tokens do nothing: a rank that calls alone comes back, and all s
     const auto stream = backend.create_stream();
     Exchange exchange(backend, {.max_tokens = 1, .num_query_heads = 2, .value_dim = 4});
     const Attended none(0, comm.rank(), 0, 2, 4);
-    if (comm.rank() == 0) {  // no collective behind it, so rank 1 need not call
+    if (comm.rank() == 0) {  // no collective follows, so rank 1 need not call it
       const auto received = exchange.exchange(none.view, nullptr, stream);
       backend.synchronize(stream);
       expect(received.out.extents() == std::array<std::int64_t, 4>{2, 0, 1, 4}, "shape");
@@ -193,7 +194,8 @@ TEST_CASE("heads after the exchange are TPA-major on every KVP x TPA grid") {
 TEST_CASE("exchange and combine give each rank the exact attention of its heads, an empty shard included") {
   constexpr std::int64_t kTokens = 5, kHeads = 8, kDim = 16, kKeys = 11;
   for (const int kvp : {2, 4}) {
-    // Scores and values of whole attention; key k belongs to rank k % (kvp - 1): the last rank has none.
+    // Scores and values of the whole attention. Key k belongs to rank k % (kvp - 1), so the last rank has
+    // none.
     const auto score = [](std::int64_t t, std::int64_t h, std::int64_t k) {
       return std::sin(static_cast<double>(t * 31 + h * 17 + k * 7)) * 3.0;
     };
@@ -243,12 +245,12 @@ TEST_CASE("exchange and combine give each rank the exact attention of its heads,
   }
 }
 
-/// Four decode steps of two sequences; `offender` takes part in step 1 `times` times. What each rank got
-/// wrong shows in `wrong`.
+/// Four decode steps of two sequences. Rank `offender` takes part in step 1 `times` times. `wrong` receives
+/// the wrong results of each rank.
 RankOutcomes run_out_of_step(int kvp, int offender, int times, bool tells_positions,
                              std::vector<int>& wrong) {
   wrong.assign(static_cast<std::size_t>(kvp), 0);
-  // Without positions ranks find out by waiting in vain.
+  // Without positions, ranks notice only by a timeout.
   const std::chrono::milliseconds timeout(tells_positions ? 20'000 : 300);
   return run_ranks(cpu::LocalComm::create_group(kvp, timeout), [&](cpu::LocalComm& comm) {
     CpuBackend backend(comm, comm.split(0, comm.rank()));
@@ -350,7 +352,7 @@ TEST_CASE(
   }
 }
 
-/// A communicator that brings its own memory for messages, full of NaN.
+/// A communicator that provides the memory for messages, full of NaN.
 class WindowComm : public cpu::LocalComm {
  public:
   explicit WindowComm(cpu::LocalComm comm) : LocalComm(std::move(comm)) {}

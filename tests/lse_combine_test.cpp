@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // lse_combine and the log-sum-exp conventions: published values, shapes, empty shards, sinks, strides and
-// refusals.
+// error messages.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -26,7 +26,7 @@ using CpuBackend = cpu::Backend<cpu::LocalComm>;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-/// Partials of R shards and what they combine to.
+/// Partials of R shards and the combined result.
 struct Partials {
   std::int64_t ranks = 0, tokens = 0, heads = 0, dim = 0;
   std::vector<float> out;  // [R, tokens, heads, dim]
@@ -45,7 +45,7 @@ Partials random_partials(std::int64_t ranks, std::int64_t tokens, std::int64_t h
   std::mt19937 generator(seed);
   p.out.resize(static_cast<std::size_t>(ranks * tokens * heads * dim));
   p.lse.resize(static_cast<std::size_t>(ranks * tokens * heads));
-  // Cheap uniform numbers: the largest case has eight million.
+  // Cheap uniform numbers, because the largest case has eight million.
   for (float& value : p.out) value = static_cast<float>(generator() >> 8) * 0x1p-23f - 1.0f;
   for (float& value : p.lse) value = static_cast<float>(generator() >> 8) * 0x1p-20f - 8.0f;
   return p;
@@ -74,8 +74,8 @@ Combined combine(const Partials& p, const std::vector<float>& sink = {}, int thr
   return result;
 }
 
-/// The largest error against the definition in double, relative to the scale of the reference; infinite if an
-/// infinity or NaN stands in a wrong place.
+/// The largest error compared with the definition in double, relative to the scale of the reference; infinite
+/// if an infinity or NaN is in a wrong place.
 double error_of(Partials p, const Combined& got, const std::vector<float>& sink = {}) {
   double worst = 0.0;
   const auto compare = [&](double have, double want) {
@@ -119,7 +119,7 @@ TEST_CASE("the same numbers in base 2 weigh 1/3 and 2/3 and combine to 2.58496, 
 TEST_CASE("exponentials 2 and 8 weigh 0 and 10 to 8, and read as base 2 they give 7.2330317") {
   const std::vector<float> lse{std::log(2.0f), std::log(8.0f)};
   CHECK(combine({2, 1, 1, 1, {0, 10}, lse}).out[0] == Approx(8.0));
-  // Wrong: they are natural.
+  // Wrong on purpose: the values are natural.
   CHECK(combine({2, 1, 1, 1, {0, 10}, lse}, {}, 1, LseConvention::base2).out[0] == Approx(7.2330317));
 }
 
@@ -172,7 +172,7 @@ TEST_CASE("log-sum-exps far beyond the range of exp combine without overflow") {
     CHECK(error_of(moved, combine(moved)) < 1e-5);
   }
   for (std::int64_t row = 0; row < p.rows(); ++row)
-    p.lse_at(row % 4, row) = -3000.0f;  // weight underflows to 0
+    p.lse_at(row % 4, row) = -3000.0f;  // the weight underflows to 0
   CHECK(error_of(p, combine(p)) < 1e-5);
 }
 
@@ -212,7 +212,8 @@ TEST_CASE("shards that are empty for some tokens, and tokens that no shard sees"
   for (std::int64_t row = 0; row < p.rows(); ++row) {
     for (std::int64_t rank = 0; rank < p.ranks; ++rank) {
       const std::int64_t token = row / p.heads;
-      if (token != 0 && (token >> (rank % 4) & 1) == 0 && token != 11) continue;  // 0: all ranks are empty
+      // Token 0: all ranks are empty.
+      if (token != 0 && (token >> (rank % 4) & 1) == 0 && token != 11) continue;
       p.lse_at(rank, row) = -kInf;
       std::fill_n(p.out_at(rank, row), p.dim, std::nanf(""));
     }
@@ -225,7 +226,8 @@ TEST_CASE("shards that are empty for some tokens, and tokens that no shard sees"
 }
 
 TEST_CASE("a sink joins the denominator once, however many shards there are") {
-  // Two equal scores of value 1 and a sink of the same score: 2 / 3, also when each shard holds one of them.
+  // Two equal scores of value 1 and a sink with the same score give 2 / 3, also if each shard holds one of
+  // them.
   const std::vector<float> sink{0.0f};
   CHECK(combine({1, 1, 1, 1, {1}, {std::log(2.0f)}}, sink).out[0] == Approx(2.0 / 3.0));
   const Combined two = combine({2, 1, 1, 1, {1, 1}, {0, 0}}, sink);
@@ -234,7 +236,7 @@ TEST_CASE("a sink joins the denominator once, however many shards there are") {
   const Partials p = random_partials(6, 4, 3, 40);
   const std::vector<float> sinks{-4.0f, 0.5f, 30.0f};
   CHECK(error_of(p, combine(p, sinks), sinks) < 1e-5);
-  CHECK(error_of(p, combine(p, sinks)) > 1e-3);  // the sink is seen
+  CHECK(error_of(p, combine(p, sinks)) > 1e-3);  // control: the sink has an effect
 }
 
 TEST_CASE("strided partials, as they lie in a receive buffer, combine to the same bits as dense ones") {

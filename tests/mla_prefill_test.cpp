@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Latent attention of long chunks with expanded keys and values: against an unsharded layer in double
-// precision, and when it is chosen.
+// Latent attention of long chunks with expanded keys and values: compared with an unsharded layer in double
+// precision, and when expansion is chosen.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -28,7 +28,7 @@ constexpr MlaShape kDeepSeek{.q_lora_rank = 1536,
                              .qk_rope_head_dim = 64,
                              .v_head_dim = 128};
 
-/// The last `tokens` of a sequence of `length` on one of `kvp` ranks.
+/// The last `tokens` tokens of a sequence of `length` on one of `kvp` ranks.
 MlaChunk chunk_of(std::int64_t tokens, std::int64_t length, int kvp = 1) {
   return {.tokens = tokens, .length = length, .local_tokens = length / kvp, .kvp = kvp};
 }
@@ -40,7 +40,7 @@ LayerSpec latent_spec() {
   return spec;
 }
 
-/// Steps of these many tokens of each sequence, some of which are rejected after the step of drafts.
+/// Steps with the given numbers of tokens per sequence; some tokens are rejected after the draft step.
 Script script_of(std::vector<std::vector<std::int64_t>> steps, std::int64_t hidden) {
   Script script;
   script.sequences = static_cast<std::int64_t>(steps.front().size());
@@ -56,12 +56,13 @@ Script script_of(std::vector<std::vector<std::int64_t>> steps, std::int64_t hidd
   return script;
 }
 
-/// Ragged prefill, one token a sequence, chunks behind a context beside decode steps, drafts, a last chunk.
+/// Ragged prefill, one token per sequence, chunks after a context together with decode steps, drafts, and a
+/// last chunk.
 Script mixed_script(std::int64_t hidden) {
   return script_of({{37, 1, 0, 9}, {1, 1, 1, 1}, {40, 5, 1, 33}, {3, 3, 3, 3}, {0, 6, 70, 0}}, hidden);
 }
 
-/// Calls of `name` in each step of a script on one rank or more; those of rank 0.
+/// Number of calls of `name` in each step of a script on one or more ranks, counted on rank 0.
 std::vector<std::size_t> calls_of(std::string_view name, const Script& script, int kvp,
                                   const MlaPrefill& prefill, std::int64_t window = 0) {
   LayerSpec spec = latent_spec();
@@ -111,7 +112,7 @@ TEST_CASE("long chunks of DeepSeek-V3 are expanded, short ones and what the work
   CHECK(expands_of(automatic, chunk_of(512, 8 * kRoom, 8)));
   CHECK_FALSE(expands_of(MlaPrefill{}, chunk_of(4096, 4096)));
 
-  // With a GPU's costs few heads want longer chunks.
+  // With a GPU's costs, few heads need longer chunks.
   const auto expands_at = [&](std::int64_t heads, std::int64_t tokens) {
     MlaChunk chunk = chunk_of(tokens, 4352);
     chunk.heads = heads;
@@ -127,10 +128,10 @@ TEST_CASE("long chunks of DeepSeek-V3 are expanded, short ones and what the work
   CHECK(expands_of(expanded, chunk_of(1, 100)));
   CHECK_FALSE(expands_of(expanded, chunk_of(1, 101)));
   CHECK_FALSE(expands_of(expanded, chunk_of(0, 50)));
-  CHECK_FALSE(expands_of(expanded, chunk_of(1, 0)));  // padding alone
+  CHECK_FALSE(expands_of(expanded, chunk_of(1, 0)));  // only padding
   CHECK_FALSE(expands_of({.form = MlaForm::absorbed, .max_tokens = kRoom}, chunk_of(4096, 4096)));
 
-  // Values wider than latents do not fit into the exchange, of which KVP = 1 has none.
+  // Values wider than latents do not fit into the exchange. With KVP = 1 there is no exchange.
   MlaShape wide = kDeepSeek;
   wide.v_head_dim = 513;
   CHECK(expands(expanded, wide, chunk_of(50, 50)));
@@ -289,10 +290,12 @@ TEST_CASE("the sequences that are expanded are those that the choice names") {
     CHECK(reads({}) == Counts{0, 0, 0, 0, 0});
     CHECK(reads({.form = MlaForm::absorbed, .max_tokens = 128}) == Counts{0, 0, 0, 0, 0});
     CHECK(reads({.form = MlaForm::expanded, .max_tokens = 128}) == Counts{3, 4, 4, 4, 2});
-    CHECK(reads({.max_tokens = 128}) == Counts{1, 0, 2, 0, 1});  // chunks of 37, of 40 and 33, and of 70
+    // Chunks of 37 tokens, of 40 and 33, and of 70.
+    CHECK(reads({.max_tokens = 128}) == Counts{1, 0, 2, 0, 1});
     CHECK(calls_of("read_latents", script, kvp, {.form = MlaForm::expanded, .max_tokens = 128}, 200) ==
           Counts{0, 0, 0, 0, 0});  // pages before a window may be gone
-    // The chunk of 40 makes 78 tokens, on two ranks 39 each; that of 70 makes 73, which are 37.
+    // The chunk of 40 makes 78 tokens, which is 39 on each of two ranks; the chunk of 70 makes 73, which is
+    // 37.
     CHECK(reads({.max_tokens = kvp == 1 ? 77 : 38}) == Counts{1, 0, 1, 0, 1});
   }
 }

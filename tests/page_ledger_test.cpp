@@ -22,7 +22,7 @@ using namespace helix::test::cache;
 
 namespace {
 
-/// The ledgers of all ranks under random operations that each of them gets.
+/// The ledgers of all ranks under random operations that every ledger receives.
 class RandomLedgers {
  public:
   explicit RandomLedgers(std::uint32_t seed) : random_(seed) {
@@ -50,7 +50,7 @@ class RandomLedgers {
       const std::int64_t count = below(pool_tokens / 6);
       const bool must_fit = one->length + count <= one->reserved;
       const bool fits = on_all([&](PageLedger& l) { l.append({&one->id, 1}, {&count, 1}); });
-      if (must_fit) REQUIRE(fits);  // a reservation is a promise
+      if (must_fit) REQUIRE(fits);  // a reservation guarantees success
       if (fits) one->length += count;
     } else if (action < 6) {
       one->length = below(one->length + 1);
@@ -73,7 +73,7 @@ class RandomLedgers {
     }
   }
 
-  /// Checks that ledgers agree, that a sequence's pages are its own tokens' and no more, and what is counted.
+  /// Checks that ledgers agree, that a sequence's pages are exactly those for its tokens, and the counts.
   void check() const {
     std::vector<SequenceId> ids;
     for (const Live& sequence : live_) ids.push_back(sequence.id);
@@ -96,7 +96,7 @@ class RandomLedgers {
     }
   }
 
-  /// Releases what lives; no page may be left in use.
+  /// Releases all sequences; no page may remain in use.
   void finish() {
     for (const Live& sequence : live_) on_all([&](PageLedger& l) { l.release(sequence.id); });
     for (const PageLedger& ledger : ledgers_) {
@@ -115,7 +115,7 @@ class RandomLedgers {
     return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n));
   }
 
-  /// Whether no rank ran out; they must agree.
+  /// Whether all ranks had enough pages; the ranks must agree.
   bool on_all(const std::function<void(PageLedger&)>& act) {
     std::optional<Failure> first;
     for (std::int64_t rank = 0; rank < kvp_; ++rank) {
@@ -176,7 +176,7 @@ TEST_CASE("exhaustion on one rank throws on all of them, with the numbers, and c
   CHECK(failure->what ==
         "append needs 2 more pages on kvp_rank 0 but 1 of 3 are free (2 hold tokens, 0 are reserved); "
         "release or truncate sequences, or build the KV cache with more pages");
-  // A batch is all or nothing, although its first sequence would fit.
+  // A batch is all or nothing, even if its first sequence alone would fit.
   const std::vector<std::int64_t> counts{4, 9};
   CHECK(stage.on_all([&](Cache& cache, Stream& stream) { cache.append(both, counts, stream); }));
   CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.reserve(b, 9); }));
@@ -195,8 +195,8 @@ TEST_CASE("exhaustion on one rank throws on all of them, with the numbers, and c
   CHECK(stage.on_all([&](Cache& cache, Stream& stream) { (void)cache.fork(a, 0, stream); })->code ==
         ErrorCode::capacity);
   REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream&) { cache.release(c); }));
-  // The fork shares 8 of 12 tokens (one page on each rank) and copies a page on rank 0: it fits once, not
-  // twice.
+  // The fork shares 8 of 12 tokens (one page on each rank) and copies one page on rank 0, so it fits once but
+  // not twice.
   SequenceId child;
   REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream& stream) { child = cache.fork(a, 12, stream); }));
   CHECK(stage.cache(0).pages_free() == 0);
@@ -212,7 +212,7 @@ TEST_CASE("a reservation keeps its pages from others and shrinks as the sequence
   spec.page_tokens = 2;
   spec.pages = 5;
   PageLedger ledger(spec, 0);
-  const SequenceId a = ledger.add(12);  // 6 local tokens a rank: 3 pages
+  const SequenceId a = ledger.add(12);  // 6 local tokens per rank: 3 pages
   const SequenceId b = ledger.add();
   CHECK(ledger.pages_free(0) == 2);
   CHECK(ledger.pages_used(0) == 0);
@@ -223,13 +223,13 @@ TEST_CASE("a reservation keeps its pages from others and shrinks as the sequence
   for (int i = 0; i < 12; ++i) append(a, 1);
   CHECK_THROWS_AS(append(a, 1), Error);
   CHECK(ledger.pages_used(1) == 5);
-  // Truncation puts pages back into the reservation, not into the pool.
+  // Truncation returns pages to the reservation, not to the pool.
   ledger.truncate(a, 3);
   CHECK(ledger.reserved_tokens(a) == 12);
   CHECK(ledger.pages_free(0) == 0);
   CHECK(ledger.pages_used(0) == 3);
   append(a, 9);
-  ledger.reserve(a, 5);  // less than there is: nothing
+  ledger.reserve(a, 5);  // less than it already has: no effect
   CHECK(ledger.pages_used(0) == 5);
   ledger.release(a);
   CHECK(ledger.pages_free(0) == 3);

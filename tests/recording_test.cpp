@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which decode_layer queues its work: the documented steps, overlap under HOP-B, nothing but
+// The order in which decode_layer queues its work: the documented steps, overlap under HOP-B, and nothing but
 // queueing.
 #include <algorithm>
 #include <cstdint>
@@ -17,8 +17,8 @@
 namespace helix::test {
 namespace {
 
-/// What each rank calls between the start and the end of one decode_layer, in a step of four tokens for
-/// each of five sequences.
+/// Each rank's calls between the start and the end of one decode_layer, in a step of four tokens for each of
+/// five sequences.
 std::vector<std::vector<Call>> record_layer(const LayerSpec& spec, TopologySpec topology, int slices) {
   const oracle::Layer layer = random_layer(spec, 8);
   const Script script = ragged_script(5, layer.hidden, 9);
@@ -43,7 +43,7 @@ std::vector<std::string> names(const std::vector<Call>& calls) {
   return out;
 }
 
-/// Indices of the calls of one name.
+/// Indices of the calls with the given name.
 std::vector<std::size_t> find(const std::vector<Call>& calls, std::string_view name) {
   std::vector<std::size_t> found;
   for (std::size_t i = 0; i < calls.size(); ++i)
@@ -134,7 +134,7 @@ TEST_CASE("Under HOP-B attention of the next slice does not wait for the exchang
       std::int64_t next_token = 0;
       for (std::size_t i = 0; i < attention.size(); ++i) {
         CAPTURE(i);
-        // Slices follow each other without gap or overlap.
+        // Slices must be adjacent, without gap or overlap.
         CHECK(calls[attention[i]].begin == next_token);
         next_token += calls[attention[i]].count;
         CHECK(calls[attention[i]].stream != calls[exchange[i]].stream);
@@ -145,7 +145,7 @@ TEST_CASE("Under HOP-B attention of the next slice does not wait for the exchang
           CHECK_FALSE(happens_before(calls, combine[i], attention[later]));
           CHECK_FALSE(happens_before(calls, attention[later], exchange[i]));
         }
-        // Queued in turn: the exchange need not wait until the host has queued all attention.
+        // Queued in turn: the exchange need not wait until the host has queued all attention slices.
         if (i + 1 < attention.size()) CHECK(exchange[i] < attention[i + 1]);
       }
       CHECK(next_token == 5 * 4);
@@ -157,7 +157,7 @@ TEST_CASE("happens_before follows streams and events and nothing else") {
   const std::vector<Call> calls{{"a", 0},       {"record", 0, 7}, {"b", 0},         {"x", 1},
                                 {"wait", 1, 7}, {"y", 1},         {"record", 0, 7}, {"z", 1}};
   CHECK(happens_before(calls, 0, 2));
-  CHECK(happens_before(calls, 0, 5));        // through the event
+  CHECK(happens_before(calls, 0, 5));        // ordered by the event
   CHECK_FALSE(happens_before(calls, 2, 5));  // queued after the record
   CHECK_FALSE(happens_before(calls, 0, 3));  // queued before the wait
   CHECK_FALSE(happens_before(calls, 2, 7));  // the second record has no wait

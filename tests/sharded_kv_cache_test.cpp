@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ShardedKVCache: random operations on every rank of a stage against a plain list of each sequence's tokens.
+// ShardedKVCache: random operations on every rank of a stage, compared with a plain list of each sequence's
+// tokens.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -43,7 +44,7 @@ KvCacheSpec spec_of(const Config& config) {
   return spec;
 }
 
-/// A stage under random operations, and what its sequences must hold.
+/// A stage under random operations, and the expected contents of its sequences.
 class RandomOperations {
  public:
   RandomOperations(const Config& config, std::uint32_t seed)
@@ -77,7 +78,7 @@ class RandomOperations {
     for (const Tracked& sequence : live_) check_contents(stage_, sequence.id, sequence.tokens);
   }
 
-  /// Releases what lives; no page may be left in use.
+  /// Releases all sequences; no page may remain in use.
   void finish() {
     check_all();
     while (!live_.empty()) release(live_.back().id);
@@ -106,7 +107,7 @@ class RandomOperations {
     return all;
   }
 
-  /// Runs `act` on all ranks. If they run out (all alike), nothing has changed.
+  /// Runs `act` on all ranks. If it runs out of pages, then on all ranks alike, and nothing has changed.
   bool attempt(const std::function<void(Cache&, Stream&)>& act) {
     std::vector<Snapshot> before;
     for (int rank = 0; rank < stage_.size(); ++rank)
@@ -127,7 +128,7 @@ class RandomOperations {
     if (attempt([&](Cache& cache, Stream&) { id = cache.add(reserved); })) live_.push_back({id, {}});
   }
 
-  /// One batch step of some of the sequences.
+  /// Runs one batch step of some of the sequences.
   void append_some() {
     std::vector<SequenceId> step_ids;
     std::vector<std::int64_t> counts;
@@ -201,7 +202,7 @@ TEST_CASE("random operations lose no token, store none twice and leak no page") 
       {{.kvp = 3, .tpa = 1, .is_mla = true, .head_dim = 138, .value_dim = 132}, DType::fp8_ds_mla, 3, 4, {}},
       {{.kvp = 8, .tpa = 1, .is_mla = true, .head_dim = 9, .value_dim = 7}, DType::f16, 3, 1, {}}};
   std::uint32_t seed = 1000;
-  std::size_t num_exhausted = 0;  // runs that ran out of pages; nearly all do
+  std::size_t num_exhausted = 0;  // runs that ran out of pages, which nearly all do
   for (std::size_t i = 0; i < configs.size() * helix::test::num_rounds(); ++i) {
     const Config& config = configs[i % configs.size()];
     ++seed;
@@ -304,7 +305,7 @@ TEST_CASE("all ranks together hold one copy of the cache, within a page a sequen
     for (int rank = 0; rank < stage.size(); ++rank) {
       sum += stage.cache(rank).allocated_bytes();
       slack += stage.cache(rank).page_bytes() * lengths.size();
-      // Invariant 11: a rank's share is 1/N, within a page a sequence and the whole cache's own rounding.
+      // Invariant 11: a rank's share is 1/N, up to one page per sequence and the rounding of the whole cache.
       const std::size_t share = whole.cache(0).allocated_bytes() / static_cast<std::size_t>(stage.size());
       const std::size_t mine = stage.cache(rank).allocated_bytes();
       CHECK(mine <=
@@ -314,7 +315,7 @@ TEST_CASE("all ranks together hold one copy of the cache, within a page a sequen
     const std::size_t one = whole.cache(0).allocated_bytes();
     CHECK(sum + whole.cache(0).page_bytes() * lengths.size() >= one);
     CHECK(sum <= one + slack);
-    // The pool for exactly these lengths.
+    // A pool for exactly these lengths.
     CHECK(PageLedger::pages_needed(KvLayout(grid.stage.kvp, grid.chunk), 16, lengths) ==
           stage.cache(0).pages_used());
     for (int rank = 0; rank < stage.size(); ++rank)
@@ -346,7 +347,7 @@ TEST_CASE("addresses of a layer never change, and layers do not overlap") {
   CHECK(cache.layer(1).page_table == second.page_table);
 }
 
-/// The CPU backend, counting copies to the device.
+/// The CPU backend with a count of copies to the device.
 class CountingBackend : public CpuBackend {
  public:
   using CpuBackend::CpuBackend;
@@ -359,7 +360,7 @@ class CountingBackend : public CpuBackend {
 };
 
 TEST_CASE("growing takes one copy of the page table however many sequences grow, unless rows lie far apart") {
-  // Rows of 4 KiB: 16 of them are the most that one copy spans.
+  // Rows of 4 KiB: one copy spans at most 16 of them.
   constexpr std::int64_t kMaxPages = 1024;
   constexpr std::int64_t kPageTokens = 2;
   constexpr std::int64_t kSequences = 40;
@@ -378,7 +379,8 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
   std::vector<SequenceId> live;
   for (std::int64_t i = 0; i < kSequences; ++i) live.push_back(cache.add());
 
-  /// Copies that growing the sequences took. The device's table then names each live sequence's pages.
+  /// The copies needed to grow the sequences. Afterwards the device's table must name the pages of each live
+  /// sequence.
   const auto grow = [&](const std::vector<std::size_t>& which, std::int64_t tokens) {
     std::vector<SequenceId> ids;
     for (const std::size_t i : which) ids.push_back(live[i]);
@@ -394,16 +396,16 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
   using Sizes = std::vector<std::size_t>;
   constexpr std::size_t kRow = kMaxPages * sizeof(std::int32_t);
   CHECK(grow({3}, 1) == Sizes{4});   // its first page
-  CHECK(grow({3}, 1) == Sizes{});    // fits
+  CHECK(grow({3}, 1) == Sizes{});    // fits in its pages
   CHECK(grow({3}, 5) == Sizes{12});  // three pages
   CHECK(grow({4, 5, 9}, 1) == Sizes{5 * kRow + 4});
   CHECK(grow({9, 4, 5}, 1) == Sizes{});
-  CHECK(grow({9, 3, 4}, 3) == Sizes{6 * kRow - 4});  // row 3 from its fifth entry, 9 up to its third
-  CHECK(grow({20, 36}, 2) == Sizes{4, 4});           // 64 KiB and an entry
+  CHECK(grow({9, 3, 4}, 3) == Sizes{6 * kRow - 4});  // row 3 from its fifth entry, row 9 up to its third
+  CHECK(grow({20, 36}, 2) == Sizes{4, 4});           // 64 KiB and one entry apart
   CHECK(grow({20, 35, 36}, 2) == Sizes{4, 4, 4});
   CHECK(grow({21, 36}, 4) == Sizes{15 * kRow + 16});  // row 36 up to its fourth
 
-  // Truncated and grown again, with the rows of others rewritten between: nothing stale comes back.
+  // Truncated and grown again after the rows of others were rewritten: nothing stale may come back.
   std::mt19937 random(5);
   for (int step = 0; step < 200; ++step) {
     CAPTURE(step);
@@ -490,7 +492,7 @@ TEST_CASE("tokens appended in decode steps and tokens written at once give the s
             stage.on_all([&](Cache& cache, Stream& stream) { cache.append(stepped.id, count, stream); }));
         REQUIRE_FALSE(
             stage.on_all([&](Cache& cache, Stream& stream) { cache.append(bystander.id, 1, stream); }));
-        // The batch: bystander's token, then the tokens of `stepped`, then padding in its last place.
+        // The batch: the bystander's token, then the tokens of `stepped`, then padding at the end.
         std::vector<std::int64_t> positions{static_cast<std::int64_t>(bystander.tokens.size())};
         bystander.tokens.push_back(next++);
         std::vector<std::int64_t> numbers{bystander.tokens.back()};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TensorView: addressing, slices and contiguity against plain index arithmetic.
+// TensorView: addressing, slices and contiguity, compared with plain index arithmetic.
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -89,7 +89,7 @@ TEST_CASE("contiguity means that a flat loop visits every element in order") {
   CHECK_FALSE(TensorView<int, 1>(data.data(), {12}, {2}).is_contiguous());
   CHECK_FALSE(TensorView<int, 2>(data.data(), {6, 4}, {1, 6}).is_contiguous());  // transposed
 
-  // Without elements a loop over size() visits nothing, whatever the strides are.
+  // Without elements, a loop over size() visits nothing, whatever the strides.
   CHECK(TensorView<int, 2>(data.data(), {0, 6}).is_contiguous());
   CHECK(view.slice(0, 4, 0).is_contiguous());
   CHECK(view.slice(1, 0, 0).is_contiguous());
@@ -156,6 +156,6 @@ TEST_CASE("views work in constant expressions") {
   constexpr TensorView<const int, 2> view(kData.data(), {2, 3});
   static_assert(view(1, 1) == 4);
   static_assert(view.size() == 6 && view.extent(1) == 3 && view.stride(0) == 3);
-  // Not a static_assert: g++ 12 refuses to compare an address with null in one under -fsanitize=undefined.
+  // Not a static_assert: with -fsanitize=undefined, g++ 12 refuses to compare an address with null in one.
   CHECK(view.slice(1, 1, 2)(1, 1) == 5);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Topology: groups and ranges against published rows and brute force, and the errors of bad configurations.
+// Topology: groups and ranges compared with published rows and brute force, and the errors for bad
+// configurations.
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -91,7 +92,7 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-/// The rules in section "legal configurations", written a second time without the library.
+/// The rules of section "legal configurations", written a second time without the library.
 bool legal_by_hand(const ModelShape& s, int kvp, int tpa, int tpf, int ep) {
   const int n = kvp * tpa;
   if (n != tpf * ep || s.num_query_heads % n != 0 || tpa > s.num_kv_heads || s.num_kv_heads % tpa != 0)
@@ -102,7 +103,7 @@ bool legal_by_hand(const ModelShape& s, int kvp, int tpa, int tpf, int ep) {
   return s.num_experts() % ep == 0 && s.expert_ffn() % tpf == 0;
 }
 
-/// Each element of [0, total) lies in exactly `copies` of the ranges.
+/// Checks that each element of [0, total) lies in exactly `copies` of the ranges.
 void check_partition(const std::vector<Range>& ranges, std::int64_t total, int copies,
                      const std::string& what) {
   std::vector<int> seen(static_cast<std::size_t>(total), 0);
@@ -150,7 +151,7 @@ TEST_CASE("published groups of KVP 2, TPA 4 are reproduced") {
 }
 
 TEST_CASE("heads after the exchange are TPA-major, small case by hand") {
-  // KVP 2, TPA 2, 8 query heads: TPA rank 0 attends heads 0-3 and its KVP ranks split those four.
+  // KVP 2, TPA 2, 8 query heads: TPA rank 0 attends to heads 0-3, which its KVP ranks then divide.
   const Topology topology(widths(2, 2), dense_shape(8, 2));
   const std::vector<Range> attended{{0, 4}, {4, 8}, {0, 4}, {4, 8}};
   const std::vector<Range> combined{{0, 2}, {4, 6}, {2, 4}, {6, 8}};
@@ -164,7 +165,7 @@ TEST_CASE("heads after the exchange are TPA-major, small case by hand") {
     CHECK(topology.output_projection_columns(rank, 128) ==
           Range{combined[i].begin * 128, combined[i].end * 128});
   }
-  // Sharding W_o by stage_rank would differ: the mistake that invariant 1 names.
+  // Sharding W_o by stage_rank would differ: this is the mistake that invariant 1 describes.
   CHECK_FALSE(topology.combined_heads(1) == Range{2, 4});
 }
 
@@ -198,7 +199,7 @@ TEST_CASE("ranges of every legal topology partition the model") {
         check_partition(of_all_ranks(topology, &Topology::expert_ffn), shape.expert_ffn(), spec.ep,
                         "expert ffn");
         CHECK(topology.kv_copies() == 1);
-        // Every (expert, column of it) once.
+        // Every pair of an expert and one of its columns occurs once.
         std::set<std::pair<std::int64_t, std::int64_t>> cells;
         std::int64_t num_cells = 0;
         const std::int64_t group = shape.num_query_heads / shape.num_kv_heads;
@@ -209,7 +210,8 @@ TEST_CASE("ranges of every legal topology partition the model") {
             cells.emplace(e, topology.expert_ffn(rank).begin);
             ++num_cells;
           }
-          // The formulas of invariant 1, and every query head that the rank attends finds its KV head there.
+          // The formulas of invariant 1. Also, every query head of the rank finds its KV head on the same
+          // rank.
           CHECK(rank == at.kvp_rank * spec.tpa + at.tpa_rank);
           CHECK(rank == at.ep_rank * spec.tpf + at.tpf_rank);
           const std::int64_t first =
@@ -589,7 +591,7 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
   split_latent.num_kv_heads = 2;
   CHECK(contains(error_of([&] { Topology(widths(1, 1), split_latent); }), "the latent is one KV head"));
 
-  // The widest shape with the most divisors below the limit still answers at once.
+  // Even the widest shape with the most divisors below the limit answers at once.
   ModelShape wide = moe_shape(720720, 720720, 720720);
   wide.ffn = 0;
   wide.moe->shared_ffn = 0;
@@ -625,7 +627,7 @@ TEST_CASE("ranks and stages outside the topology are refused") {
 
 namespace {
 
-/// A communicator that only counts its splits: a real one would wait in them for its peers.
+/// A communicator that only counts its splits; a real one would wait for its peers.
 struct CountingComm {
   int ranks = 0;
   int* splits = nullptr;

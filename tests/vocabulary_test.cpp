@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// embed_tokens and VocabularyHead over vocabulary shards, against plain loops in double.
+// embed_tokens and VocabularyHead over vocabulary shards, compared with plain loops in double.
 #include <cmath>
 #include <cstdint>
 #include <random>
@@ -19,7 +19,7 @@ namespace {
 using LocalBackend = cpu::Backend<cpu::LocalComm>;
 
 constexpr std::int64_t kHidden = 24;
-constexpr std::int64_t kVocab = 37;  // divides by no number of ranks below
+constexpr std::int64_t kVocab = 37;  // not divisible by any number of ranks below
 constexpr std::int64_t kTokens = 5;
 
 std::vector<float> random_values(std::size_t count, unsigned seed) {
@@ -30,7 +30,7 @@ std::vector<float> random_values(std::size_t count, unsigned seed) {
   return values;
 }
 
-/// One rank's end of the stack over shared whole weights.
+/// One rank's embedding and LM head, over shared whole weights.
 struct Rank {
   Rank(const cpu::LocalComm& stage, const std::vector<float>& table, const std::vector<float>& norm)
       : topo({.kvp = stage.size()}, {.num_query_heads = 8,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exchange over windows, with windows of host threads: where it points attention is where each head is
-// combined, and nothing overlaps.
+// The exchange over windows in host memory: attention must write each head where it is combined, and nothing
+// may overlap.
 #include <array>
 #include <bit>
 #include <cstddef>
@@ -18,7 +18,7 @@
 namespace helix::test {
 namespace {
 
-/// Parts of all ranks, one behind the other; shared by threads.
+/// The window parts of all ranks, one after another; shared by threads.
 struct HostWindow {
   std::shared_ptr<std::vector<std::byte>> memory;
   std::int64_t stride = 0;
@@ -28,17 +28,17 @@ struct HostWindow {
   const std::uint32_t* gave_up() const { return nullptr; }
 };
 
-/// A line of LineRows, as it lies in memory.
+/// A line of LineRows as it lies in memory.
 struct Line {
   std::uint32_t first, number, second, complement;
 };
 
-/// The lines from `at` on.
+/// The lines that begin at `at`.
 Line* lines_at(const std::byte* at) {
   return reinterpret_cast<Line*>(const_cast<std::byte*>(at));
 }
 
-/// Threads that reach each other's memory, as ranks on GPUs do.
+/// Threads that reach each other's memory, like ranks on GPUs.
 class WindowedComm : public cpu::LocalComm {
  public:
   explicit WindowedComm(cpu::LocalComm comm) : LocalComm(std::move(comm)) {}
@@ -64,7 +64,7 @@ class WindowedComm : public cpu::LocalComm {
   }
 };
 
-/// Ends an exchange by a barrier and its header, and checks the peers'.
+/// Ends an exchange with a barrier and its header, and checks the headers of the peers.
 class WindowedBackend : public cpu::Backend<WindowedComm> {
  public:
   using cpu::Backend<WindowedComm>::Backend;
@@ -87,12 +87,12 @@ class WindowedBackend : public cpu::Backend<WindowedComm> {
     }
     lse_combine(combine, stream);
     synchronize(stream);
-    comms().kvp->barrier(stream);  // before anyone writes again: there is one slot here
+    comms().kvp->barrier(stream);  // before any rank writes again: there is only one slot
     synchronize(stream);
   }
 };
 
-/// Takes steps of up to 4000 bytes as lines: ends their exchange by a barrier, and checks each line.
+/// Uses lines for steps of up to 4000 bytes: ends their exchange with a barrier and checks each line.
 class LineBackend : public WindowedBackend {
  public:
   static constexpr std::int64_t kMaxLineBytes = 4000;
@@ -136,13 +136,13 @@ class LineBackend : public WindowedBackend {
                  .out = combine.out},
                 stream);
     synchronize(stream);
-    *window.exchanges += 2;  // the same slot, another number
+    *window.exchanges += 2;  // the same slot with another number
     comms().kvp->barrier(stream);
     synchronize(stream);
   }
 };
 
-/// What rank `rank` attended with: [tokens, heads, dim] and [tokens, heads].
+/// The attention results of rank `rank`: [tokens, heads, dim] and [tokens, heads].
 struct Attended {
   std::vector<float> out;
   std::vector<float> lse;
@@ -156,7 +156,7 @@ struct Attended {
   }
 };
 
-/// Writes row (token, head) as attention does: `out` [dim].
+/// Writes row (token, head) as attention does; `out` has [dim].
 void write_row(const PartialTarget<float>& target, std::int64_t token, std::int64_t head, const float* out,
                float lse) {
   const std::int64_t dim = target.out.extent(2);
@@ -174,8 +174,8 @@ void write_row(const PartialTarget<float>& target, std::int64_t token, std::int6
                                                           ~number};
 }
 
-/// Combines `rounds` times over `exchange`, the last time to what is returned. `value_dim`: of the slices; 0:
-/// the spec's.
+/// Combines `rounds` times over `exchange` and returns the last result. `value_dim` is that of the slices; 0
+/// means the spec's.
 template <class Backend>
 std::vector<float> combine(Backend& backend, KvpAllToAll<Backend>& exchange, std::int64_t tokens, int rounds,
                            std::int64_t value_dim = 0) {
@@ -203,7 +203,7 @@ std::vector<float> combine(Backend& backend, KvpAllToAll<Backend>& exchange, std
   return combined;
 }
 
-/// The same over an exchange of its own.
+/// The same over a new exchange.
 template <class Backend>
 std::vector<float> combine(Backend& backend, const KvpAllToAllSpec& spec, std::int64_t tokens, int rounds,
                            std::int64_t value_dim = 0) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Runs peers_test.py with python3. PROGRAM: helix-bench-cuda, whose cases alone are looked at, or "none", as it is not built.
+# Runs peers_test.py with python3. PROGRAM is helix-bench-cuda, used only to list its cases, or "none" if it is not built.
 find_program(python python3)
 if(NOT python)
   message("SKIPPED: there is no python3")

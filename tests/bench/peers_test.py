@@ -52,7 +52,7 @@ def measured(case, **counters):
     return {"name": case.name + "/iterations:1/manual_time", **counters}
 
 
-# What a peer's process does, in place of work_through().
+# Replaces work_through() in a peer's process.
 def absent(peer, cases, pipe):
     pipe.send({"absent": "ModuleNotFoundError: No module named 'x'"})
 
@@ -120,7 +120,7 @@ class Program(unittest.TestCase):
     def test_helix_bench_cuda_has_every_case(self):
         listed = subprocess.run([PROGRAM, "--benchmark_list_tests", "--benchmark_filter=partial_attention"], capture_output=True,
                                 text=True, timeout=120, check=True).stdout.split()
-        # By the filter that a run uses, too, which must find them and nothing else.
+        # The filter used in a run must also select these cases and no others.
         pattern = peers.filter_of(all_cases())
         filtered = subprocess.run([PROGRAM, "--benchmark_list_tests", f"--benchmark_filter={pattern}"], capture_output=True, text=True,
                                   timeout=120, check=True).stdout.split()

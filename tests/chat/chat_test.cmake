@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Runs chat_test.py with the Python of build/chat, which ./test.sh and ./run.sh make.
+# Runs chat_test.py with the Python of build/chat, which ./test.sh and ./run.sh create.
 if(NOT EXISTS "${PYTHON}")
   message("SKIPPED: there is no ${PYTHON}; examples/chat/set_up.sh makes it where Python and PyPI are")
   return()

@@ -150,7 +150,7 @@ class TextModels(unittest.TestCase):
             said = run("--model", folder, "hi", "--", "--threads", "1")
             file = copy / "tokenizer_config.json"
             self.assertEqual((said.returncode, said.stderr), (1, f"chat: {file}: the chat template says: no\\nway\\x1b[1m\n"))
-            # The library's panic says where before that.
+            # Before that, the library's panic message gives its place.
             endless = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
             write_model(folder, tokenizer_of(pre_tokenizer=endless))
             said = run("--model", folder, "a" * 40 + "b", "--", "--threads", "1")
@@ -218,7 +218,7 @@ class TextModels(unittest.TestCase):
             }  # fmt: skip
             model = write_model(folder, tokenizer_of(), **config)
             self.assertEqual(model.encode_chat([]), model.encode("a||b||m||c+d")[1:])
-            # What tokenizer_config.json leaves out.
+            # Entries that tokenizer_config.json lacks.
             file = pathlib.Path(folder) / "special_tokens_map.json"
             file.write_text(json.dumps({"unk_token": {"content": "u"}, "mask_token": "n", "eos_token": "e"}))
             model = TextModel(pathlib.Path(folder))
@@ -243,7 +243,7 @@ class TextModels(unittest.TestCase):
         stream = model.stream(keep_special=False)
         self.assertEqual([stream.add(token) for token in moon[:-1]], [""] * (len(moon) - 1))
         self.assertEqual(stream.finish(), "\ufffd")
-        # Where a byte token is <0x..>, an invalid one makes the valid ones before it invalid too.
+        # If byte tokens have the form <0x..>, an invalid one makes the valid ones before it invalid too.
         names = ["<0xE6>", "<0x9C>", "<0x88>", "<0xFF>", "\u2581a"]
         tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[4]))
         tokenizer.decoder = decoders.Sequence(
@@ -314,7 +314,7 @@ class Conversations(unittest.TestCase):
 
     def test_control_c_ends_an_answer_and_the_next_turn_has_the_cache(self) -> None:
         self.say("what is a helix?")
-        self.read_until("helix?")  # what was typed
+        self.read_until("helix?")  # the echo of the input
         self.read_until("e")
         time.sleep(0.2)
         os.kill(self.process.pid, signal.SIGINT)
@@ -428,7 +428,7 @@ def members(group: int) -> list[int]:
         try:
             state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has ended meanwhile
         if int(its_group) == group and state != "Z":
             found.append(int(stat.parent.name))
     return found
@@ -473,13 +473,13 @@ class HostileTemplates(unittest.TestCase):
     def start_rendering(self) -> subprocess.Popen:
         """One without an end, which runs on return."""
         process = self.start(self.ENDLESS)
-        self.wait_until((self.model / "decoder.asked").exists)  # the decoder has left the program's group then
+        self.wait_until((self.model / "decoder.asked").exists)  # the decoder has left the program's group by then
         self.wait_until(lambda: len(members(process.pid)) == 2)
         return process
 
     def test_each_ends_with_one_error_within_memory_and_time(self) -> None:
         for template, words in (
-            ("{{ '{:1000000000}'.format(5) }}", f"{self.MEMORY}|{self.TIME}"),  # as fast as the machine is
+            ("{{ '{:1000000000}'.format(5) }}", f"{self.MEMORY}|{self.TIME}"),  # depends on the speed of the machine
             ("{{ 'a'*10**10 }}", self.MEMORY),
             ("{{ 'a'.ljust(10000000000) }}", self.MEMORY),
             ("{{ '%1000000000d' % 5 }}", f"{self.MEMORY}|{self.TIME}"),
@@ -498,7 +498,7 @@ class HostileTemplates(unittest.TestCase):
                 self.assertEqual(members(process.pid), [])
 
     def test_control_c_ends_the_program_and_the_rendering(self) -> None:
-        for send in (os.killpg, os.kill):  # a terminal's, and one to the program alone
+        for send in (os.killpg, os.kill):  # as a terminal does, and to the program alone
             with self.subTest(send=send):
                 process = self.start_rendering()
                 send(process.pid, signal.SIGINT)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Jobs whose ranks are threads with a Bootstrap each, and what became of each rank.
+// Jobs whose ranks are threads with a Bootstrap each, and the outcome of each rank.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@ struct Outcome {
   std::string message;
 };
 
-/// Calls body(options) on a thread for each rank, and returns what each threw.
+/// Calls body(options) on one thread per rank, and returns what each call threw.
 inline std::vector<Outcome> run_bootstrap_job(int size,
                                               const std::function<void(comm::BootstrapOptions)>& body,
                                               std::chrono::milliseconds timeout = std::chrono::seconds(20),
@@ -50,7 +50,7 @@ inline std::vector<Outcome> run_bootstrap_job(int size,
   return outcomes;
 }
 
-/// For rank bodies: Catch's assertions are not for threads.
+/// For rank bodies, because Catch's assertions are not thread-safe.
 inline void expect(bool condition, const char* what) {
   if (!condition) throw Error(ErrorCode::internal, what);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bootstrap finds all ranks or says on each what is wrong, and names the rank that fails. Needs no GPU.
+// Bootstrap finds all ranks or reports on each rank what is wrong, and names the rank that fails. Needs no
+// GPU.
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -71,7 +72,7 @@ class FailureWatch {
   std::string text_;
 };
 
-/// Starts a process that runs body(options) as rank 1 of 2 and then dies at once.
+/// Starts a process that runs body(options) as rank 1 of 2 and then dies without cleaning up.
 pid_t start_rank_1(int port, std::chrono::milliseconds timeout, const std::function<void(Bootstrap&)>& body) {
   const pid_t child = ::fork();
   if (child != 0) return child;
@@ -84,7 +85,8 @@ pid_t start_rank_1(int port, std::chrono::milliseconds timeout, const std::funct
   }
 }
 
-/// "2 it is behind" of rank 2, by the places of all ranks; the timeout is a second.
+/// The place of one rank. lag_of() returns "2 it is behind" if rank 2 lags, given the places of all ranks and
+/// a timeout of one second.
 struct Place {
   std::uint64_t step = 0;
   std::uint64_t operations = 0;
@@ -106,7 +108,7 @@ std::string lag_of(const std::vector<Place>& places) {
   return lag ? std::to_string(lag->behind->rank) + " " + std::string(lag->how) : "";
 }
 
-/// Whether the process ended by itself with 0.
+/// Whether the process ended by itself with exit code 0.
 bool ended_well(pid_t child) {
   int status = 0;
   return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
@@ -114,7 +116,7 @@ bool ended_well(pid_t child) {
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
 
-/// What from_environment() makes of these variables alone.
+/// The result of from_environment() with these variables only.
 BootstrapOptions options_from(const Variables& variables) {
   for (const char* name :
        {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -244,7 +246,7 @@ TEST_CASE("a stray connection does not disturb the rendezvous") {
 }
 
 TEST_CASE("a rank on which a transfer has failed makes no other that would take what is left of it") {
-  // Rank 1 comes too late for the first gather: its second must not stand for rank 0's second.
+  // Rank 1 arrives too late for the first gather. Its second gather must not be taken for rank 0's second.
   std::array<std::string, 2> seen;
   const std::vector<Outcome> late = run_bootstrap_job(
       2,
@@ -279,7 +281,7 @@ TEST_CASE("a rank on which a transfer has failed makes no other that would take 
       bootstrap.broadcast(std::span(bytes).first(expected));
     } catch (const Error& error) {
       expect(error.code() == ErrorCode::invalid_argument, "sizes differ");
-      sent.get_future().wait_for(20s);  // rank 0 would see this one leave
+      sent.get_future().wait_for(20s);  // rank 0 would notice if this rank left
     }
     bootstrap.broadcast(std::span(bytes).first(4));
     if (options.rank == 0) sent.set_value();
@@ -292,12 +294,12 @@ TEST_CASE("a rank that hangs before an exchange is named on all ranks") {
   struct Row {
     const char* name;
     void (*exchange)(Bootstrap&);
-    std::vector<int> hanging;  // each in a job of its own
+    std::vector<int> hanging;  // ranks that hang, each in a job of its own
   };
   const std::vector<Row> rows = {
       {"barrier", [](Bootstrap& bootstrap) { bootstrap.barrier(); }, {0, 1, 2, 3}},
       {"broadcast", [](Bootstrap& bootstrap) { bootstrap.broadcast({}); }, {0}},
-      // Ranks that have given theirs are done, and wait for nobody either.
+      // Ranks that have sent their part are done, and wait for no other rank.
       {"gather", [](Bootstrap& bootstrap) { bootstrap.gather({}); }, {1, 2, 3}},
   };
   for (const Row& row : rows) {
@@ -321,7 +323,7 @@ TEST_CASE("a rank that hangs before an exchange is named on all ranks") {
         CHECK(outcome.code == ErrorCode::peer_failed);
         CHECK_THAT(outcome.message, StartsWith(name) && Contains("ms in bootstrap "));
       }
-      CHECK(elapsed < 1500ms);  // twice the timeout, and what a busy machine takes
+      CHECK(elapsed < 1500ms);  // twice the timeout, plus delays of a busy machine
     }
   }
 }
@@ -583,7 +585,7 @@ TEST_CASE("a job that is stopped as a whole for longer than the timeout goes on"
         [](const BootstrapOptions& options) {
           Bootstrap bootstrap(options);
           if (options.rank == 1) bootstrap.begin_wait();
-          if (options.rank != 0) std::this_thread::sleep_for(1400ms);  // which rank 0 waits for
+          if (options.rank != 0) std::this_thread::sleep_for(1400ms);  // rank 0 waits for this
           bootstrap.end_wait();
           bootstrap.barrier();
         },

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks fall into islands in which every two reach each other.
+// Ranks are grouped into islands in which every two ranks reach each other.
 #include "comm/islands.hpp"
 
 #include <cstddef>
@@ -16,7 +16,7 @@ using helix::comm::kNoIsland;
 
 namespace {
 
-/// reach[from][to] is '1' where `from` reaches `to`.
+/// reach[from][to] is '1' if `from` reaches `to`.
 std::vector<int> islands(const std::vector<std::string>& reach) {
   return islands_of(reach.size(), [&](std::size_t from, std::size_t to) { return reach[from][to] == '1'; });
 }
@@ -28,7 +28,7 @@ TEST_CASE("an island is named by its lowest rank, wherever its ranks are") {
   CHECK(islands({"1"}) == std::vector<int>{0});
   CHECK(islands({"11", "11"}) == std::vector<int>{0, 0});
   CHECK(islands({"10", "01"}) == std::vector<int>{0, 1});
-  // Two machines of four in turns.
+  // Two machines of four ranks each, whose ranks alternate.
   CHECK(islands({"10101010", "01010101", "10101010", "01010101", "10101010", "01010101", "10101010",
                  "01010101"}) == std::vector<int>{0, 1, 0, 1, 0, 1, 0, 1});
 }

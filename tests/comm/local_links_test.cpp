@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LocalLinks connects the ranks of a machine that give one name, and carries messages and descriptors.
+// LocalLinks connects the ranks of a machine that use the same name, and carries messages and descriptors.
 #include "comm/local_links.hpp"
 
 #include <array>
@@ -129,7 +129,7 @@ TEST_CASE("a rank that only reacted to the end of another is not named for its c
     bootstrap.barrier();
     std::byte received{};
     if (options.rank == 1) {
-      links.reset();  // as a rank does that has noticed first
+      links.reset();  // like a rank that has noticed the failure first
       std::this_thread::sleep_for(50ms);
     }
     if (options.rank == 2) {
@@ -151,7 +151,8 @@ TEST_CASE("what came too late is not taken for the next message") {
         std::array<std::byte, 2> message{};
         if (options.rank == 1) {
           links->send(0, std::span(message).first(1));
-          std::this_thread::sleep_for(1200ms);  // so that the other waits no longer for this rank than it may
+          // So that the other rank does not wait longer for this one than it may.
+          std::this_thread::sleep_for(1200ms);
           bootstrap.barrier();
           return;
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Meetings of ranks: what fails on some, and where one has no memory: none finds a call of it that has ended,
-// and a failure is one without words too.
+// Meetings of ranks with failures on some ranks or a lack of memory on one: no rank finds a call that has
+// ended, and a failure without a message is a failure too.
 #include <chrono>
 #include <memory>
 #include <new>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank of an MPI job, of which rank 2 stops where the first argument says. The second is the timeout in
-// ms.
+// One rank of an MPI job in which rank 2 stops at the place given by the first argument. The second argument
+// is the timeout in ms.
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -27,7 +27,7 @@ void stop_in(const char* place) {
 
 }  // namespace
 
-// In front of the library's, as MPI's profiling interface allows.
+// Called instead of the library's function, as MPI's profiling interface allows.
 extern "C" int MPI_Init_thread(int* argc, char*** argv, int required, int* provided) {
   stop_in("init");
   return PMPI_Init_thread(argc, argv, required, provided);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank that stops where MPI itself waits ends the job within the bound, with the name of a rank.
+// If a rank stops while MPI itself waits, the job ends within the time limit, and a rank is named.
 #include <chrono>
 #include <string>
 
@@ -23,9 +23,9 @@ Job run_job(const std::string& way) {
   return job;
 }
 
-/// Whether the launcher ended with the job. Open MPI 4.1.4's mpirun itself crashes or hangs after about one
-/// in thirty jobs of which a rank is lost while others wait in its fence, which MPI_Init and MPI_Finalize
-/// are.
+/// Whether the launcher ended together with the job. In about one of thirty jobs that lose a rank while
+/// others wait in its fence, which MPI_Init and MPI_Finalize are, Open MPI 4.1.4's mpirun itself crashes or
+/// hangs.
 bool is_ended(const Job& job) {
   return job.run.exit_code != 124 && job.run.exit_code < 128 && job.seconds < 12.0;
 }

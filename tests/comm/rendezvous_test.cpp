@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rendezvous among strangers: silent ones, wrong ones, other jobs. Needs no GPU.
+// The rendezvous with strangers: silent ones, ones that speak other protocols, other jobs. Needs no GPU.
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -52,8 +52,8 @@ using Resolver = int (*)(const char*, const char*, const addrinfo*, addrinfo**);
 
 }  // namespace
 
-/// In front of the system's, so that no test waits for a server of names: "unknown" is nobody, "own" a
-/// machine that its table of hosts calls 127.0.1.1, "twice" one that stands in two lines of it.
+/// Replaces the system's function, so that no test waits for a name server. "unknown" does not exist, "own"
+/// is a machine that its hosts table maps to 127.0.1.1, and "twice" stands in two lines of it.
 extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo* hints, addrinfo** found) {
   static const auto next = reinterpret_cast<Resolver>(::dlsym(RTLD_NEXT, "getaddrinfo"));
   const std::string_view wanted = name == nullptr ? "" : name;
@@ -70,7 +70,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// A rank 0 that accepts the two connections of one rank, and then says nothing any more.
+/// A rank 0 that accepts the two connections of one rank and then stays silent.
 class MuteRank0 {
  public:
   MuteRank0() {
@@ -158,7 +158,7 @@ TEST_CASE("a process with another secret or of another job is told so, and the j
       const std::vector<Outcome> outcomes = run_bootstrap_job(3, [&](BootstrapOptions options) {
         options.secret = "open sesame";
         options.job = "7";
-        if (options.rank == 2) {  // a process that takes itself for a rank of this job comes first
+        if (options.rank == 2) {  // a process that believes it is a rank of this job comes first
           BootstrapOptions other = options;
           row.change(other);
           try {
@@ -188,10 +188,10 @@ TEST_CASE("two jobs on one port refuse each other") {
         options.rank %= 2;
         options.size = 2;
         options.job = is_first_job ? "first" : "second";
-        if (is_first_job && options.rank == 1) {  // until then its rank 0 listens
+        if (is_first_job && options.rank == 1) {  // its rank 0 listens until then
           for (int i = 0; i < 300 && num_refused < 2; ++i) std::this_thread::sleep_for(10ms);
         }
-        if (!is_first_job) std::this_thread::sleep_for(200ms);  // its rank 0 finds the port taken
+        if (!is_first_job) std::this_thread::sleep_for(200ms);  // its rank 0 finds the port in use
         try {
           Bootstrap bootstrap(options);
           bootstrap.barrier();
@@ -262,7 +262,7 @@ TEST_CASE("a rank 0 that stands still in the rendezvous is waited for less than 
     }
     CHECK(outcome.code == ErrorCode::timeout);
     CHECK_THAT(outcome.message, Contains("did not answer rank 1 within " + std::string(waited)));
-    CHECK(seconds_since(start) < 1.0);  // and not the two seconds of longer timeouts
+    CHECK(seconds_since(start) < 1.0);  // less than the two seconds of longer timeouts
   }
 }
 
@@ -289,7 +289,7 @@ TEST_CASE("strangers who say anything, seeded, do not disturb a rendezvous") {
   std::thread noise([&] {
     std::vector<Stranger> crowd;
     while (!is_over) {
-      // A hello with some bytes changed, cut or continued.
+      // A hello with some bytes changed, cut off or appended.
       Hello hello{.channel = random() % 2 == 0 ? Channel::control : Channel::watch,
                   .rank = static_cast<std::int32_t>(random() % 5),
                   .size = static_cast<std::int32_t>(random() % 5)};
@@ -394,7 +394,7 @@ TEST_CASE("rank 0 listens where its address says, and says what to do where that
   const Outcome unknown = start_alone({.address = "unknown.helix.test"});
   CHECK(unknown.code == ErrorCode::io);
   CHECK_THAT(unknown.message, Contains("cannot resolve MASTER_ADDR \"unknown.helix.test\""));
-  // Listens, so that only rank 1 is missing.
+  // It listens, so that only rank 1 is missing.
   const Outcome elsewhere = start_alone({.address = "192.0.2.1", .listen_address = "0.0.0.0"});
   CHECK(elsewhere.code == ErrorCode::timeout);
   CHECK_THAT(elsewhere.message, Contains("rank 1 of 2 did not connect"));
@@ -417,7 +417,7 @@ TEST_CASE("rank 0 listens where its address says, and says what to do where that
   CHECK(meets_at("localhost", "localhost", false) == "");
   CHECK(meets_at("twice.helix.test", "127.0.0.1", true) == "");
   CHECK_THAT(meets_at("127.0.0.2", "127.0.0.1", false, 700ms), Contains("did not connect"));
-  // A machine's own name that its table of hosts takes to 127.0.1.1 is reached from outside another way.
+  // If a machine's own name maps to 127.0.1.1 in its hosts table, other machines reach it by another address.
   CHECK(meets_at("own.helix.test", "127.0.0.1", false) == "");
   CHECK(meets_at("own.helix.test", "own.helix.test", true) == "");
   CHECK_THAT(meets_at("own.helix.test", "127.0.0.1", true, 700ms), Contains("did not connect"));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Connections to a rendezvous from programs that are no ranks of the job.
+// Connections to a rendezvous from programs that are not ranks of the job.
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,7 @@ namespace helix::test {
 /// A connection that stays open, or half open, until it is destroyed.
 class Stranger {
  public:
-  /// Connects as soon as somebody listens, within `patience`, and sends `bytes`; failures are its own affair.
+  /// Connects as soon as somebody listens, within `patience`, and sends `bytes`. Ignores failures.
   Stranger(int port, const std::string& bytes,
            std::chrono::milliseconds patience = std::chrono::seconds(10)) {
     sockaddr_in target{};
@@ -31,8 +31,8 @@ class Stranger {
     const auto deadline = std::chrono::steady_clock::now() + patience;
     for (;;) {
       fd_ = ::socket(AF_INET, SOCK_STREAM, 0);
-      // From a port of its own: a socket that connects to a port where nobody listens may be lent that port,
-      // and meet itself.
+      // Binds to a port of its own: a socket that connects to a port without a listener may be assigned that
+      // same port and connect to itself.
       sockaddr_in own = target;
       own.sin_port = 0;
       const bool is_bound = ::bind(fd_, reinterpret_cast<const sockaddr*>(&own), sizeof(own)) == 0;
@@ -62,11 +62,11 @@ class Stranger {
   int fd_ = -1;
 };
 
-/// What strangers say first: nothing, HTTP, TLS, half of something, far too much.
+/// The first bytes of strangers: nothing, HTTP, TLS, half of a message, far too much.
 inline std::vector<std::string> first_words_of_strangers() {
   std::string tls("\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 11);
   tls.append(506, '\x5a');
-  std::string magic(sizeof(comm::kMagic), '\0');  // how a rank of ours begins
+  std::string magic(sizeof(comm::kMagic), '\0');  // the beginning of a real rank's message
   std::memcpy(magic.data(), &comm::kMagic, magic.size());
   return {"",
           "GET / HTTP/1.1\r\nHost: helix\r\n\r\n",

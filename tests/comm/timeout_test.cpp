@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Patience: a wait ends at its deadline, but for the time in which its process slept.
+// Patience: a wait ends at its deadline, extended by the time in which its process slept.
 #include "comm/timeout.hpp"
 
 #include <chrono>
@@ -14,7 +14,7 @@ using helix::comm::Patience;
 
 namespace {
 
-/// Looks as often as asked for, until it is over.
+/// Polls as often as required until the time is over.
 void wait_out(Patience& patience) {
   while (!patience.is_over()) std::this_thread::sleep_until(patience.next_look());
 }
@@ -30,7 +30,7 @@ TEST_CASE("a wait that looks in time ends at its deadline") {
 }
 
 TEST_CASE("a wait is put off by what its process slept, wherever the sleep ends, and however often") {
-  const auto awake = GENERATE(10ms, 200ms);  // before it sleeps until behind the deadline
+  const auto awake = GENERATE(10ms, 200ms);  // then it sleeps until after the deadline
   const auto asleep = GENERATE(395ms, 600ms);
   const Clock::time_point begin = Clock::now();
   Patience patience(deadline_after(400ms));
@@ -43,6 +43,6 @@ TEST_CASE("a wait is put off by what its process slept, wherever the sleep ends,
   const auto waited = Clock::now() - begin;
   std::this_thread::sleep_for(asleep);
   wait_out(patience);
-  CHECK(Clock::now() - begin >= waited + 400ms + asleep - 60ms);  // but for a look's time
+  CHECK(Clock::now() - begin >= waited + 400ms + asleep - 60ms);  // minus the time of one poll
   CHECK(patience.is_over());
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// World: the run of the code under test, and the reference.
+// World: runs the code under test and computes the reference.
 #pragma once
 
 #include <algorithm>
@@ -86,7 +86,7 @@ inline World::Result World::run(std::int64_t kvp_rank, int num_threads, std::int
   args.scale = scale();
   args.window = c.window;
   args.soft_cap = c.soft_cap;
-  args.workspace = std::span(workspace).subspan(1);  // the kernel owes nothing to its alignment
+  args.workspace = std::span(workspace).subspan(1);  // the kernel must not rely on the alignment
   const helix::Batch batch{offsets_, offsets_.data(), positions_.data(), slots_.data()};
   const std::int64_t step = slice == 0 ? batch.num_sequences() : slice;
   for (std::int64_t first = 0; first < batch.num_sequences(); first += step) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// World: one layer of paged attention with random contents, run by cpu::Operators, against a naive
-// double-precision reference, with everything poisoned that must not be read.
+// World: one layer of paged attention with random contents, run by cpu::Operators and compared with a naive
+// double-precision reference. Everything that must not be read is poisoned.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 inline constexpr std::int32_t kWildPage = 0x7ffffff0;
 
 struct Sequence {
-  std::int64_t length = 0;   ///< global tokens, the query tokens included
-  std::int64_t queries = 1;  ///< the last ones
+  std::int64_t length = 0;   ///< global tokens, including the query tokens
+  std::int64_t queries = 1;  ///< query tokens, which are the last ones
 };
 
 struct Case {
@@ -43,7 +43,7 @@ struct Case {
   std::vector<Sequence> sequences = {{40, 1}};
 };
 
-/// One layer of one model: what every token holds, what each query asks.
+/// One layer of one model: the contents of every token and the queries.
 class World {
  public:
   explicit World(const Case& c, unsigned seed = 1) : case_(c), random_(seed) {
@@ -74,7 +74,7 @@ class World {
   std::int64_t num_tokens() const { return static_cast<std::int64_t>(positions_.size()); }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.d)) * 2.0f; }
 
-  /// Makes every element of a token's K and V NaN, where the type has one.
+  /// Sets every element of a token's K and V to NaN, if the type has one.
   void poison(std::size_t b, std::int64_t token) {
     helix::dispatch(case_.dtype, [&]<class T>(T*) {
       for (std::int64_t i = 0; i < row_elements(); ++i) store<T>(b, at(token * row_elements() + i), T(kNaN));
@@ -92,15 +92,15 @@ class World {
     std::vector<float> lse;
   };
 
-  /// The code under test, on the shard of `kvp_rank`. Unowned slots are NaN and unused page ids wild.
+  /// Runs the code under test on the shard of `kvp_rank`. Unowned slots are NaN and unused page ids are wild.
   Result run(std::int64_t kvp_rank, int num_threads = 1, std::int64_t slice = 0,
              unsigned page_seed = 5) const;
 
-  /// Attention of query token `t`, head `head`, over the tokens that `kvp_rank` owns (-1: all), in double.
+  /// Attention of query token `t` and head `head` over the tokens that `kvp_rank` owns (-1: all), in double.
   void reference(std::int64_t t, std::int64_t head, std::int64_t kvp_rank, std::vector<double>& out,
                  double& lse) const;
 
-  /// Every query of every rank, and the merge of all ranks, against the reference.
+  /// Checks every query on every rank, and the merge of all ranks, against the reference.
   void check(int num_threads = 2) const;
 
   static void compare(const float* out, float lse, const std::vector<double>& expected, double expected_lse) {

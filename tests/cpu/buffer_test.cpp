@@ -21,9 +21,9 @@
 namespace helix::test {
 namespace {
 
-constexpr std::size_t kPage = 4096;  // or a part of one
+constexpr std::size_t kPage = 4096;  // one page, or part of one
 
-/// Untouched beyond its first pages: address space, which others take little of meanwhile.
+/// Touched only in its first pages, so mostly address space, of which others take little meanwhile.
 constexpr std::size_t kBytes = std::size_t{256} << 20;
 
 /// Address space of the process.
@@ -33,7 +33,7 @@ std::int64_t mapped_bytes() {
   return pages * ::sysconf(_SC_PAGESIZE);
 }
 
-/// Holds a stream back until it is opened.
+/// Blocks a stream until it is opened.
 class Gate {
  public:
   void block(const cpu::Stream& stream) {
@@ -47,14 +47,14 @@ class Gate {
   std::shared_ptr<std::atomic<bool>> is_open_ = std::make_shared<std::atomic<bool>>(false);
 };
 
-/// Whether one buffer fewer is mapped than with `before`, now or soon.
+/// Whether one buffer fewer than at `before` is mapped, now or soon.
 bool gives_back(std::int64_t before) {
   const auto is_back = [&] { return mapped_bytes() < before - static_cast<std::int64_t>(kBytes / 2); };
   for (int i = 0; i < 5000 && !is_back(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return is_back();
 }
 
-/// Whether about as much is mapped as with `before`.
+/// Whether about as much is mapped as at `before`.
 bool keeps(std::int64_t before) {
   return mapped_bytes() > before - static_cast<std::int64_t>(kBytes / 2);
 }
@@ -91,7 +91,7 @@ TEST_CASE("buffer: without queued work the memory goes back at once") {
   operators.fill_zero(buffer.data(), kPage, idle);
   operators.synchronize(idle);
   buffer = {};
-  CHECK(gives_back(before));  // the worker may still be leaving its last task
+  CHECK(gives_back(before));  // the worker may still be finishing its last task
 }
 
 TEST_CASE("buffer: a busy stream delays what was freed before, not what it queues after") {
@@ -104,7 +104,7 @@ TEST_CASE("buffer: a busy stream delays what was freed before, not what it queue
   const std::int64_t before = mapped_bytes();
   first.block(blocked);
   buffer = {};
-  second.block(blocked);  // queued after the end of the buffer
+  second.block(blocked);  // queued after the buffer's destruction
   for (int i = 0; i < 100; ++i) cpu::Stream(busy).enqueue([] {});
   operators.synchronize(busy);
   CHECK(keeps(before));

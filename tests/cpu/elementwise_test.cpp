@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Row-wise operations of cpu::Operators where the backend contract does not look: accuracy, threads,
-// ownership.
+// Row-wise operations of cpu::Operators, for properties that the backend contract does not test: accuracy,
+// threads, ownership.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -29,7 +29,7 @@ std::vector<float> random_values(std::size_t count, std::uint32_t seed, float sp
   return values;
 }
 
-/// Runs one operation to its end on a rank of `threads` threads.
+/// Runs one operation to completion on a rank with `threads` threads.
 template <class Operation>
 void run(int threads, const Operation& operation) {
   const Operators ops(threads);
@@ -41,7 +41,7 @@ void run(int threads, const Operation& operation) {
 TEST_CASE("rms_norm of a long row of unequal values is accurate to f32") {
   for (const std::int64_t width : {std::int64_t{9}, std::int64_t{16384}, std::int64_t{65537}}) {
     std::vector<float> x = random_values(static_cast<std::size_t>(width), 7);
-    x[3] = 3000.0f;  // a running f32 sum would lose the rest beside its square
+    x[3] = 3000.0f;  // a running f32 sum would lose the other terms next to its square
     const std::vector<float> weight = random_values(x.size(), 8);
     std::vector<float> out(x.size());
     run(1, [&](const Operators& ops, auto stream) {
@@ -83,7 +83,7 @@ TEST_CASE("rms_norm with no weight adds only, and with no delta leaves the resid
   CHECK(out[0] == Approx(11 / std::sqrt((121 + 484) / 2.0)));
 }
 
-/// One head of `2 * pairs` elements at `position`, rotated.
+/// One head of `2 * pairs` elements, rotated for `position`.
 std::vector<float> rotated(const std::vector<float>& x, std::int64_t position,
                            const std::vector<float>& frequency, bool is_interleaved) {
   const auto width = static_cast<std::int64_t>(x.size());
@@ -154,7 +154,7 @@ TEST_CASE("rope makes query-key products depend on the distance alone, and leave
   for (const bool is_interleaved : {false, true}) {
     CHECK(score(57, 50, is_interleaved) == Approx(score(7, 0, is_interleaved)).margin(1e-5));
     CHECK(std::abs(score(57, 50, is_interleaved) - score(57, 49, is_interleaved)) >
-          1e-3);  // it does depend on it
+          1e-3);  // control: the result does depend on it
     CHECK(rotated(q, -1, frequency, is_interleaved) == q);
   }
 }
@@ -221,7 +221,7 @@ Appended append(const std::vector<std::int64_t>& lengths, const std::vector<std:
 
 TEST_CASE("append_kv stores each element of each token once over all KVP ranks") {
   const std::vector<std::int64_t> lengths{37, 5, 64, 1, 20};
-  const std::vector<std::int32_t> counts{37, 0, 8, 1, 3};  // a prefill, an idle sequence, drafts
+  const std::vector<std::int32_t> counts{37, 0, 8, 1, 3};  // a prefill, an idle sequence, draft tokens
   constexpr std::size_t kTokens = 49;
   for (const bool is_mla : {false, true}) {
     for (const std::int64_t kvp : {1, 2, 3, 8}) {
@@ -276,7 +276,8 @@ TEST_CASE("append_kv stores each token in its own sequence's pages, at its owner
 }
 
 TEST_CASE("append_kv stores a token where its page table, layout and head say") {
-  // Sequence 0 of two; KVP 2, chunk 2, pages of 2: position 5 is rank 0's local 3: page table[1], row 1.
+  // Sequence 0 of two; KVP 2, chunk 2, pages of 2: position 5 is local token 3 of rank 0: page table[1], row
+  // 1.
   const Appended appended = append({6, 4}, {1, 0}, 2, 2, 2, false, 1);
   const auto& pages = appended.pages[0];
   // max_pages is 6 / 2 + 1 = 4; the table is filled from the back: entry 1 of slot 0 names page 6 of 8.

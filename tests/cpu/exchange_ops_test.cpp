@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing, checking and combining on the CPU where the backend contract does not look: layout, messages,
-// threads.
+// Packing, checking and combining on the CPU, for properties that the backend contract does not test: layout,
+// messages, threads.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -58,11 +58,11 @@ TEST_CASE("an exchange of as many tokens in as many steps passes the check") {
     ops.stamp({messages.data() + 32 * rank, 4, rank, &epochs[rank]}, stream);
   ops.check_exchange({messages.data(), 32, 3, 4, messages.data() + 32}, stream);
   CHECK_NOTHROW(stream.synchronize());
-  ops.check_exchange({messages.data(), 32, 3, 5, messages.data() + 32}, stream);  // another count of tokens
+  ops.check_exchange({messages.data(), 32, 3, 5, messages.data() + 32}, stream);  // another number of tokens
   CHECK_THROWS_AS(stream.synchronize(), Error);
 }
 
-/// Combines [ranks, 1, 1, 2] partials whose outputs are (rank + 1, -rank - 1), NaN where empty.
+/// Combines [ranks, 1, 1, 2] partials whose outputs are (rank + 1, -rank - 1), or NaN if the shard is empty.
 struct Combined {
   float out[2];
   float lse;
@@ -76,7 +76,8 @@ Combined combine(const std::vector<float>& lse, const float* sink = nullptr,
   std::vector<float> partial;
   for (std::int64_t rank = 0; rank < ranks; ++rank) {
     const bool is_empty = to_natural(lse[static_cast<std::size_t>(rank)], convention) == -kInf;
-    const float value = is_empty ? std::nanf("") : static_cast<float>(rank + 1);  // weight 0 reads nothing
+    // Must not be read: its weight is 0.
+    const float value = is_empty ? std::nanf("") : static_cast<float>(rank + 1);
     partial.push_back(value);
     partial.push_back(-value);
   }
@@ -132,8 +133,8 @@ TEST_CASE("a sink alone gives zero and its own log-sum-exp, and a sink of -inf c
 
 struct Convention {
   LseConvention name;
-  float empty;      ///< What an empty shard reports.
-  double per_unit;  ///< Reported lse of a natural lse of 1.
+  float empty;      ///< Value reported by an empty shard.
+  double per_unit;  ///< Reported value for a natural lse of 1.
 };
 
 constexpr Convention kConventions[] = {
@@ -142,7 +143,7 @@ constexpr Convention kConventions[] = {
     {LseConvention::natural_positive_inf_if_empty, kInf, 1.0},
 };
 
-/// Natural log-sum-exps as a kernel of the convention reports them.
+/// Natural log-sum-exps converted to the convention's values.
 std::vector<float> reported(const std::vector<float>& natural, const Convention& convention) {
   std::vector<float> lse;
   for (const float x : natural)

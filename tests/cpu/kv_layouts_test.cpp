@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention, appends and transfers in the KV layouts of other engines, against an attention in double that
-// finds its rows by index arithmetic of its own. What must not be read is NaN, unused page ids are wild.
+// Attention, appends and transfers in the KV layouts of other engines, compared with an attention in double
+// that finds rows by its own index arithmetic. Everything that must not be read is NaN, and unused page ids
+// are wild.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -20,7 +21,7 @@ namespace {
 
 constexpr float kScale = 0.3f;
 
-/// Compares one head's output and log-sum-exp of query token `t`, which belongs to sequence `b`.
+/// Compares the output and log-sum-exp of one head of query token `t`, which belongs to sequence `b`.
 void check_query(const StoredStep& step, std::size_t b, std::int64_t t, std::int64_t head, const float* out,
                  float lse) {
   const std::int64_t kv_head = head / (step.asked().query_heads / step.heads());
@@ -75,12 +76,13 @@ void check_attention(const Layout& layout, const Case& c, std::int64_t rank, int
     for (std::int64_t t = batch.query_offsets_host[b]; t < batch.query_offsets_host[b + 1]; ++t)
       for (std::int64_t head = 0; head < heads; ++head)
         check_query(step, b, t, head, &out[at((t * heads + head) * step.dv())], lse[at(t * heads + head)]);
-  SUCCEED();  // otherwise a FAIL
+  SUCCEED();  // a mismatch calls FAIL
 }
 
 constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::fp8_e4m3};
 
-/// The case as the layout can have it: a latent has columns of rope, others one width but where they say so.
+/// Adapts the case to the layout: a latent has rope columns, other layouts have one width unless they state
+/// two.
 Case for_layout(const Layout& layout, Case c) {
   if (layout.is_latent) c.dv = c.d - 32;
   return c;
@@ -155,7 +157,7 @@ TEST_CASE("partial attention splits long sequences in every layout") {
   }
 }
 
-/// Calls visit(step) for steps on both of two ranks, in every layout and type.
+/// Calls visit(step) for steps on each of two ranks, in every layout and type.
 template <class Visit>
 void for_each_step_to_store(const Visit& visit) {
   for (const Layout& layout : kLayouts) {
@@ -170,16 +172,16 @@ void for_each_step_to_store(const Visit& visit) {
   }
 }
 
-/// K and V of some tokens, as append_kv and write_kv take them and read_kv fills them.
+/// K and V of some tokens: input of append_kv and write_kv, output of read_kv.
 struct Rows {
   std::vector<float> k, v;
 
-  /// Of `count` tokens, all NaN.
+  /// Rows of `count` tokens, all NaN.
   Rows(const StoredStep& step, std::int64_t count) : step_(&step), count_(count) {
     k.assign(at(count * step.heads() * step.asked().d), std::nanf(""));
     v.assign(at(count * step.heads() * step.dv()), std::nanf(""));
   }
-  /// Of `tokens` (sequence, token), as given.
+  /// Rows of `tokens` (sequence, token) with the given values.
   Rows(const StoredStep& step, const std::vector<std::pair<std::size_t, std::int64_t>>& tokens)
       : Rows(step, static_cast<std::int64_t>(tokens.size())) {
     k.clear();
@@ -192,7 +194,7 @@ struct Rows {
   }
 
   TensorView<float, 3> keys() { return {k.data(), {count_, step_->heads(), step_->asked().d}}; }
-  /// Empty in a latent layout.
+  /// The V rows; empty in a latent layout.
   TensorView<float, 3> values() {
     if (step_->view().format.is_latent) return {};
     return {v.data(), {count_, step_->heads(), step_->dv()}};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A KV view that cannot be read is an Error that names its field.
+// An unreadable KV view gives an Error that names the wrong field.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +21,7 @@
 namespace helix::test {
 namespace {
 
-/// A view that can be read, and everything around it.
+/// A readable view with everything that it refers to.
 struct Readable {
   std::vector<float> pool = std::vector<float>(2 * 4 * 2 * 2 * 8, 0.5f);
   std::vector<float> rope = std::vector<float>(4 * 2 * 8, 0.5f);
@@ -47,7 +47,7 @@ struct Readable {
     kv.max_pages = 4;
   }
 
-  /// Throws what partial_attention() has to say of the view.
+  /// Throws the error of partial_attention() for the view.
   void attend() const {
     const std::int32_t offsets[] = {0, 1};
     const std::int64_t position = 1;
@@ -146,7 +146,7 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
   CHECK_NOTHROW(csr.attend());
 }
 
-/// A partial attention of three tokens of two sequences, for a test to spoil.
+/// A partial attention of three tokens of two sequences; tests modify it.
 struct Attended {
   Readable readable{false};
   std::vector<std::int32_t> offsets{0, 1, 3};

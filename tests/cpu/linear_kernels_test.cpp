@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU's products: every kernel and way of reading against sums in double, and against each other.
+// The CPU's products: every kernel and every way of reading, compared with sums in double and with each
+// other.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -50,7 +51,7 @@ struct Operands {
     });
   }
 
-  /// The dot product of two rows, and the sum of its terms' magnitudes.
+  /// The dot product of two rows, and the sum of the magnitudes of its terms.
   std::pair<double, double> expected(std::int64_t row, std::int64_t n, bool is_rounded) const {
     double sum = 0.0;
     double magnitude = 0.0;
@@ -65,7 +66,7 @@ struct Operands {
   }
 };
 
-/// `weight`: where the weights lie, if not in `operands`.
+/// `weight` points to the weights if they are not in `operands`.
 std::vector<float> multiply_as(const Operands& operands, Kernel kernel, Reading reading,
                                const std::byte* weight = nullptr) {
   std::vector<std::byte> packed(
@@ -111,7 +112,7 @@ std::vector<float> multiply_whole(const Operands& operands, ProductInputs inputs
   return out;
 }
 
-/// On tile registers, of either kind.
+/// The product with tile registers of either kind.
 std::vector<float> multiply_on_tiles(const Operands& operands, Kernel kernel, Reading reading) {
   const std::int64_t cols = operands.cols;
   const std::int64_t blocks = (operands.num_rows + kTileRows - 1) / kTileRows;
@@ -223,7 +224,7 @@ TEST_CASE("where weights lie changes no bit, and nothing beside them is read int
         for (const std::size_t shift : {0, 2, 8, 30, 40, 62}) {
           INFO(rows << " rows of " << cols << ", " << shift << " bytes behind a line, kernel "
                     << static_cast<int>(kernel) << ", reading " << static_cast<int>(reading));
-          // NaN all around, in a vector of exactly this size.
+          // Surrounded by NaN, in a vector of exactly this size.
           std::vector<bf16> memory(64 + weight.size() / sizeof(bf16), bf16(NAN));
           auto* begin = reinterpret_cast<std::byte*>(memory.data());
           begin += (64 - reinterpret_cast<std::uintptr_t>(begin) % 64) % 64 + shift;
@@ -246,7 +247,7 @@ TEST_CASE("where weights lie changes no bit, and nothing beside them is read int
 
 TEST_CASE("an output's bits depend on its two rows alone") {
   for (const ProductInputs inputs : {ProductInputs::f32, ProductInputs::bf16}) {
-    // Tile registers add in another order than what multiplies few rows.
+    // Tile registers add in another order than the kernels for few rows.
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       if (dtype == DType::bf16 && cpu::amx::available()) continue;
       const Operands all(40, 3000, 333, dtype, 5);

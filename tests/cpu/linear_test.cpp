@@ -26,8 +26,8 @@ std::size_t at(std::int64_t i) {
   return static_cast<std::size_t>(i);
 }
 
-/// Random values of a storage type in an allocation of exactly their size, so that sanitizers see a read past
-/// it.
+/// Random values of a storage type in an allocation of exactly their size, so that sanitizers detect a read
+/// past the end.
 class Stored {
  public:
   Stored(DType dtype, std::int64_t count, unsigned seed)
@@ -68,7 +68,7 @@ struct Case {
   std::int64_t padding = 0;  ///< elements between rows of in and out, NaN
 };
 
-/// Runs linear on random data; the whole of `out`, the padding included.
+/// Runs linear on random data. Returns all of `out`, including the padding.
 std::vector<float> run(const Case& c, int num_threads, bool check) {
   const Stored weight(c.dtype, c.n * c.k, 1);
   const Stored bias(c.dtype, c.n, 2);
@@ -154,7 +154,7 @@ TEST_CASE("linear gives a row the same bits for any number of threads and any ro
       const std::vector<float> other = run(c, threads, false);
       REQUIRE(have_equal_bits(one, other));
     }
-    // Of bf16 weights, up to 4 rows and more may be multiplied by different instructions.
+    // For bf16 weights, up to 4 rows and more rows may be multiplied by different instructions.
     const std::vector<float> four = run({.rows = 4, .n = 300, .k = 2100, .dtype = dtype}, 1, false);
     for (std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 24, 30}) {
       CAPTURE(helix::to_string(dtype), rows);
@@ -174,7 +174,8 @@ TEST_CASE("head_linear multiplies each head by its own rows") {
           CAPTURE(helix::to_string(dtype), tokens, heads, n, k);
           const Stored weight(dtype, heads * n * k, 1);
           const Stored x(DType::f32, tokens * heads * k, 2);
-          // Heads outermost in memory, so that both strides of a token's heads differ from a dense tensor's.
+          // Heads are outermost in memory, so that both strides of a token's heads differ from those of a
+          // dense tensor.
           const std::int64_t pad = 2;
           std::vector<float> in(at(heads * tokens * (k + pad)), kNaN);
           std::vector<float> out(at(heads * tokens * (n + pad)), kNaN);

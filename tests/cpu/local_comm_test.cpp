@@ -41,7 +41,7 @@ static_assert(helix::comm::CollectiveComm<LocalComm>);
 
 namespace {
 
-/// What a group of `size` does when each rank runs `body`, with a short timeout.
+/// The outcomes in a group of `size` when each rank runs `body`, with a short timeout.
 template <class Body>
 RankOutcomes run_failing(int size, Body body, std::chrono::milliseconds timeout = 20s) {
   return run_ranks(LocalComm::create_group(size, timeout), body);
@@ -193,7 +193,7 @@ TEST_CASE("a rank that never arrives is named by the timeout, and the group is o
         Stream stream;
         float value = 1;
         if (comm.rank() == 2) {
-          std::this_thread::sleep_for(1000ms);  // late: finds the group aborted
+          std::this_thread::sleep_for(1000ms);  // arrives late and finds the group aborted
         }
         comm.all_reduce(&value, &value, 1, DType::f32, stream);
         stream.synchronize();
@@ -271,7 +271,7 @@ TEST_CASE("an abort wakes every waiting rank of the group, its parts and its par
     switch (comm.rank()) {
       case 0:
         comm.barrier(stream);
-        break;  // waits in the whole
+        break;  // waits in the whole group
       case 1:
         part.barrier(stream);
         break;  // waits in its part
@@ -290,7 +290,7 @@ TEST_CASE("an abort wakes every waiting rank of the group, its parts and its par
       }
       case 5:
         part.send(&byte, 1, 1, stream);
-        break;  // part rank 1 is rank 3
+        break;  // rank 1 of the part is rank 3
     }
     try {
       stream.synchronize();
@@ -383,7 +383,7 @@ TEST_CASE("ranks that are stopped together for longer than the timeout go on") {
         [](LocalComm& comm) {
           std::timespec used{};
           while (comm.rank() == 1 && used.tv_sec == 0 && used.tv_nsec < 200'000'000)
-            ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);  // what it has not computed before the stop
+            ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);  // what it did not compute before the stop
           Stream stream;
           comm.barrier(stream);
           stream.synchronize();

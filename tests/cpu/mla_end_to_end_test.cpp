@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Latent attention over KVP shards, from the cache through the exchange to the combined output, against
+// Latent attention over KVP shards, from the cache through the exchange to the combined output, compared with
 // unsharded attention in double precision.
 #include <cstdint>
 #include <string>
@@ -17,13 +17,13 @@ namespace {
 using CpuBackend = cpu::Backend<cpu::LocalComm>;
 using World = MlaWorld<float>;
 
-constexpr double kTolerance = 1e-5;  // f32; KV of 16 bits counts as stored
+constexpr double kTolerance = 1e-5;  // f32; KV of 16 bits is compared as stored
 
 MlaOutput<float> run(const World& world, const MlaSharding& sharding) {
   return run_mla<CpuBackend, cpu::LocalComm>(world, sharding);
 }
 
-/// One world on 1, 2, 4 and 8 KVP ranks, in chunks of 1, 16 and 64 tokens.
+/// Checks one world on 1, 2, 4 and 8 KVP ranks, in chunks of 1, 16 and 64 tokens.
 void check_all_shardings(MlaSpec spec) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     spec.kv_dtype = dtype;
@@ -31,7 +31,7 @@ void check_all_shardings(MlaSpec spec) {
     const MlaOutput<double> expected = world.reference();
     for (const int kvp : {1, 2, 4, 8}) {
       for (const std::int64_t chunk : {1, 16, 64}) {
-        // Pages smaller than a chunk, larger, and such as no chunk fills evenly.
+        // Pages smaller than a chunk, larger than a chunk, and of a size that no chunk divides evenly.
         const std::int64_t page_tokens = chunk == 64 ? 16 : chunk == 16 ? 64 : 48;
         CAPTURE(to_string(dtype), kvp, chunk, page_tokens, spec.sequences.size());
         const MlaOutput<float> got = run(world, {kvp, chunk, page_tokens});
@@ -59,7 +59,7 @@ TEST_CASE("latent attention of draft tokens behind 16K tokens equals unsharded a
   CHECK(world.problem(run(world, {8, 16, 64}), world.reference(), kTolerance, kTolerance) == "");
 }
 
-// Negative control: the tolerance sees one of 16K tokens missing, at the edge of a shard or anywhere.
+// Negative control: the tolerance detects one missing token of 16K, at the edge of a shard or elsewhere.
 TEST_CASE("one token left out of latent attention shows") {
   const World world({.sequences = {{16384}}});
   const MlaOutput<float> got = run(world, {4, 16, 64});
@@ -70,7 +70,7 @@ TEST_CASE("one token left out of latent attention shows") {
 }
 
 TEST_CASE("latent attention of 1M tokens over 8 KVP ranks equals unsharded attention", "[.full]") {
-  // One head a rank, the fewest that the exchange can split.
+  // One head per rank, the minimum that the exchange can split.
   const World world({.kv_dtype = DType::bf16, .sequences = {{1 << 20}}});
   const MlaOutput<float> got = run(world, {8, 16, 64});
   CHECK(world.problem(got, world.reference(), kTolerance, kTolerance) == "");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choosing experts as DeepSeek-V2 and V3 do, by hand and against a naive double reference, and running them.
+// Routing as in DeepSeek-V2 and V3, checked by hand and against a naive double reference, and running the
+// experts.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -130,7 +131,7 @@ std::int32_t best_expert(const std::vector<float>& in, const std::vector<float>&
 }
 
 TEST_CASE("logits closer than the rounding of bf16 choose experts by their f32 values") {
-  // Around 10, bf16 has steps of 1/16: all three logits of a router round to the same value.
+  // Around 10, bf16 has steps of 1/16, so all three logits of a router round to the same value.
   for (const float gap : {1e-2f, 1e-3f, 1e-5f}) {
     for (std::int32_t best = 0; best < 3; ++best) {
       CAPTURE(gap, best);
@@ -154,7 +155,7 @@ TEST_CASE("sigmoids that underflow are normalised without dividing by zero") {
   for (const float weight : choice.weights) CHECK(std::isfinite(weight));
 }
 
-/// By definition, in double, with sorted lists instead of repeated maxima.
+/// The choice by definition, in double, with sorted lists instead of repeated maxima.
 std::vector<std::int32_t> naive_choice(const Router& router, const float* logits, std::size_t experts,
                                        std::vector<double>& scores, double& margin) {
   scores.assign(experts, 0.0);
@@ -225,7 +226,7 @@ TEST_CASE("random routers agree with the definition, for any number of threads")
       std::vector<double> scores;
       double margin = 1.0;
       const auto expected = naive_choice(router, logits.data() + t * kExperts, kExperts, scores, margin);
-      if (margin < 1e-5) continue;  // in f32 the other order is right too
+      if (margin < 1e-5) continue;  // in f32 the other order is also correct
       ++compared;
       const auto k = static_cast<std::size_t>(router.top_k);
       double sum = 1e-20;
@@ -247,7 +248,7 @@ TEST_CASE("a router that cannot choose as many experts is refused with the numbe
   CHECK_THROWS_AS(route({.top_k = 1}, std::vector<float>(4097)), Error);
 }
 
-/// Experts of one model, f32, cut into EP x TPF slices as Topology does.
+/// The experts of one model in f32, cut into EP x TPF slices as Topology does.
 struct Model {
   static constexpr std::int64_t kExperts = 6, kHidden = 40, kFfn = 24, kTopK = 3;
   std::vector<std::vector<float>> gate, up, down;
@@ -291,7 +292,7 @@ Step random_step(std::int64_t tokens, std::uint32_t seed) {
   return step;
 }
 
-/// Adds the work of EP rank `ep_rank` of `ep` and TPF rank `tpf_rank` of `tpf` to `out`.
+/// Adds the result of EP rank `ep_rank` of `ep` and TPF rank `tpf_rank` of `tpf` to `out`.
 void run_rank(const Model& model, const Step& step, std::int64_t ep, std::int64_t ep_rank, std::int64_t tpf,
               std::int64_t tpf_rank, int threads, std::vector<float>& out) {
   const std::int64_t local = Model::kExperts / ep;

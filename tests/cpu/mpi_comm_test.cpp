@@ -69,7 +69,7 @@ void long_message_row(MpiComm& comm) {
   }
 }
 
-/// A failure is remembered by the group; other groups go on. Every rank sees the sizes differ.
+/// The group remembers a failure; other groups continue. Every rank detects that the sizes differ.
 void size_mismatch_row(MpiComm& comm) {
   if (comm.size() == 1) return;
   MpiComm doomed = comm.split(0, comm.rank());
@@ -96,7 +96,7 @@ void size_mismatch_row(MpiComm& comm) {
   healthy.synchronize();
 }
 
-/// One rank stays away from one collective: the others name it.
+/// One rank skips one collective: the others name it.
 void timeout_row(MpiComm& comm) {
   if (comm.size() == 1) return;
   MpiComm patient(MPI_COMM_WORLD);
@@ -142,8 +142,8 @@ int run_contract(MpiSession& session) {
   return EXIT_SUCCESS;
 }
 
-/// Ways in which one or all ranks of a job of 4 fail. Every rank that lives waits in a barrier with a timeout
-/// of a minute.
+/// Lets one or all ranks of a job of 4 fail in the given way. Every surviving rank waits in a barrier with a
+/// timeout of a minute.
 void run_failure(MpiSession& session, const std::string& way) {
   MpiComm world(MPI_COMM_WORLD, way == "absent" ? 1000ms : 60000ms);
   Stream stream;
@@ -168,8 +168,7 @@ void run_failure(MpiSession& session, const std::string& way) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 1 &&
-      std::string(argv[1]) == "leave") {  // the session ends by an exception that is caught outside of it
+  if (argc > 1 && std::string(argv[1]) == "leave") {  // an exception that is caught outside ends the session
     try {
       MpiSession session(&argc, &argv);
       MpiComm world(MPI_COMM_WORLD);

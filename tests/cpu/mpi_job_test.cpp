@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// However a rank fails under mpirun, the whole job ends soon, with a non-zero exit and one line that names
-// the rank.
+// However a rank fails under mpirun, the whole job ends soon, with a non-zero exit code and one line that
+// names the rank.
 #include <chrono>
 #include <string>
 
@@ -15,7 +15,7 @@ struct Job {
 };
 
 Job run_job(const std::string& way) {
-  // 124 is how `timeout` reports a job that it had to end.
+  // `timeout` returns 124 for a job that it had to end.
   const std::string command = HELIX_MPIRUN " " HELIX_MPI_RANK " " + way;
   Job job;
   const auto begin = std::chrono::steady_clock::now();

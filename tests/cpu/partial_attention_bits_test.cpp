@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What must not change a bit of cpu partial attention: threads, variants of the kernels, slices of the batch
-// and the placement of pages.
+// What must not change any bit of cpu partial attention: the number of threads, variants of the kernels,
+// slices of the batch and the placement of pages.
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -53,7 +53,7 @@ TEST_CASE("partial attention gives the same bits in every variant") {
                                              "heads4.short",    "heads8.straight.short"};
   const std::vector<const char*> narrow = {"heads1.narrow", "heads4.narrow", "heads8.narrow",
                                            "heads4.straight.narrow", "heads8.straight.narrow"};
-  // Four units of one split, so that a thread has tasks enough for heads to share them.
+  // Four work units of one split each, so that each thread has enough tasks for heads to share them.
   const std::vector<Sequence> sequences = {{513, 1}, {256, 1}, {300, 1}, {70, 1}};
   const std::vector<std::int64_t> groups = {1, 8, 4, 16, 2, 5, 8, 3, 12};
   std::size_t pick = 0;

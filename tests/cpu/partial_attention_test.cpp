@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Properties of cpu partial attention against a naive double-precision reference, with everything poisoned
-// that must not be read.
+// Properties of cpu partial attention, compared with a naive double-precision reference. Everything that must
+// not be read is poisoned.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -155,7 +155,7 @@ TEST_CASE("partial attention lets no token reach a query that may not see it") {
         CAPTURE(window, query_heads, helix::to_string(dtype));
         World world({.query_heads = query_heads, .dtype = dtype, .window = window, .sequences = {{60, 4}}});
         world.poison(0, 58);                  // the third of four query tokens
-        if (window > 0) world.poison(0, 51);  // seen by the first query token alone
+        if (window > 0) world.poison(0, 51);  // only the first query token sees it
         const World::Result result = world.run(0);
         std::vector<double> expected;
         double lse = 0.0;
@@ -173,9 +173,9 @@ TEST_CASE("partial attention lets no token reach a query that may not see it") {
 }
 
 TEST_CASE("a query of NaN does not pass for one that sees nothing") {
-  for (std::int64_t query_heads : {2, 8, 24}) {  // a kernel each
+  for (std::int64_t query_heads : {2, 8, 24}) {  // one kernel each
     for (DType dtype : {DType::f32, DType::bf16}) {
-      for (std::int64_t length : {60, 5000}) {  // whole and in splits
+      for (std::int64_t length : {60, 5000}) {  // unsplit, and in splits
         CAPTURE(query_heads, helix::to_string(dtype), length);
         World world({.query_heads = query_heads, .dtype = dtype, .sequences = {{length, 2}}});
         world.poison_query(1);
@@ -196,7 +196,8 @@ TEST_CASE("the workspace of absurd sizes is absurd and not small") {
   const auto bytes = [&](std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
     return operators.partial_attention_workspace_bytes(tokens, heads, dim, dim);
   };
-  CHECK(bytes(kSaturated, 8, 64) == bytes(kMaxStepTokens, 8, 64));  // tokens share it from some number on
+  // From some number on, tokens share the workspace.
+  CHECK(bytes(kSaturated, 8, 64) == bytes(kMaxStepTokens, 8, 64));
   CHECK(bytes(1, kSaturated, 64) == static_cast<std::size_t>(kSaturated));
   CHECK(bytes(1, 8, kSaturated) == static_cast<std::size_t>(kSaturated));
   CHECK(bytes(kSaturated, kMaxCount, kMaxRowElements) >= std::size_t{1} << 60);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampling on the CPU: published Philox vectors, nuclei against a sorted double reference, ties and bad
-// logits.
+// Sampling on the CPU: published Philox vectors, top_p sets compared with a sorted double reference, ties and
+// invalid logits.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -36,7 +36,7 @@ TEST_CASE("Philox4x32-10 gives the vectors that its authors publish") {
         Words{0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u});
 }
 
-/// One row of logits a token, cut into shards at `begins`; what lies behind a shard's ids is NaN.
+/// One row of logits per token, cut into shards at `begins`. NaN follows the ids of each shard.
 std::vector<std::int32_t> sample(const std::vector<std::vector<float>>& rows,
                                  const std::vector<std::int64_t>& begins, const SamplingConfig& config,
                                  const std::vector<std::uint64_t>& counters, int threads = 1) {
@@ -89,8 +89,8 @@ TEST_CASE("a row of logits that went wrong draws no token, greedy or not, and ot
   }
 }
 
-/// The token that (seed, counter) draws by definition: all tokens sorted, those that top_k and min_p leave,
-/// the shortest prefix of them that reaches top_p. `slack`: how close the draw came to another answer.
+/// The token that (seed, counter) draws by definition: sorts all tokens, applies top_k and min_p, and takes
+/// the shortest prefix that reaches top_p. `slack` is how close the draw came to another answer.
 std::int32_t naive_draw(const std::vector<float>& logits, const SamplingConfig& config, std::uint64_t counter,
                         double& slack) {
   std::vector<std::size_t> order(logits.size());
@@ -144,7 +144,7 @@ TEST_CASE("draws equal the definition for flat and peaked logits, small and larg
       for (const float temperature : {0.3f, 1.0f, 2.5f}) {
         for (const float top_p : {1e-6f, 0.3f, 0.9f, 0.999f, 1.0f}) {
           for (std::uint64_t counter = 0; counter < 16; ++counter) {
-            // Every second draw with other cuts too.
+            // Every second draw also uses other cuts.
             const SamplingConfig config{
                 .temperature = temperature,
                 .top_p = top_p,
@@ -195,9 +195,10 @@ TEST_CASE("the nucleus ends where it reaches top_p, and equal logits enter it by
   std::vector<int> seen = drawn(0.49f);
   CHECK(seen == std::vector<int>{0, 400, 0, 0});
   seen = drawn(0.6f);
-  CHECK((seen[0] == 0 && seen[2] == 0 && seen[3] > 90 && seen[1] > 200));  // a third and two thirds
+  // Shares of one third and two thirds.
+  CHECK((seen[0] == 0 && seen[2] == 0 && seen[3] > 90 && seen[1] > 200));
   seen = drawn(0.8f);
-  CHECK((seen[0] > 20 && seen[2] == 0));  // of the two equal ones only the smaller id
+  CHECK((seen[0] > 20 && seen[2] == 0));  // of two equal tokens only the one with the smaller id
   seen = drawn(1.0f);
   CHECK((seen[0] > 20 && seen[2] > 20));
 }
@@ -205,7 +206,7 @@ TEST_CASE("the nucleus ends where it reaches top_p, and equal logits enter it by
 TEST_CASE("the log-probability of a token outside the vocabulary is NaN") {
   const Operators ops;
   const Operators::Stream stream = ops.create_stream();
-  std::vector<float> logits(5 * 3, 0.0f);  // a row a token
+  std::vector<float> logits(5 * 3, 0.0f);  // one row per token
   const std::vector<std::int64_t> begins{0, 3};
   const std::vector<std::int32_t> tokens{-1, 3, std::numeric_limits<std::int32_t>::max(), 0, 2};
   std::vector<float> log_probs(5, 7.0f);

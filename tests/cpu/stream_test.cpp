@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Properties of cpu::Stream, cpu::Event, cpu::Buffer and the moves of cpu::Operators.
+// Properties of cpu::Stream, cpu::Event, cpu::Buffer and the copies of cpu::Operators.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -27,7 +27,7 @@ using helix::cpu::Stream;
 
 namespace {
 
-/// Holds tasks back until open().
+/// Blocks tasks until open().
 class Gate {
  public:
   void open() {
@@ -98,7 +98,7 @@ TEST_CASE("a full queue makes the caller wait and loses nothing") {
     }
   });
   std::this_thread::sleep_for(50ms);
-  CHECK(enqueued < 2000);  // the negative control: the producer is held
+  CHECK(enqueued < 2000);  // negative control: the producer is blocked
   CHECK(ran == 0);
   gate.open();
   producer.join();
@@ -185,7 +185,7 @@ TEST_CASE("the first failure is sticky, later tasks are skipped, the handler is 
   std::atomic<int> late_calls = 0;
   stream.on_failure([&](std::exception_ptr failure) { late_calls += message_of(failure) == "first"; });
   CHECK(synchronize_message(stream) == "first");
-  REQUIRE(late_calls == 1);  // a handler that comes late still hears of the failure
+  REQUIRE(late_calls == 1);  // a handler registered late still receives the failure
 }
 
 TEST_CASE("the last handle drains the queue before it is gone") {
@@ -287,13 +287,13 @@ TEST_CASE("a wait refers to the record before it, whatever is recorded later") {
   waiter.enqueue([&] { seen = first_done; });
   event.record(fast);  // reached at once: must not release the wait above
   slow.enqueue([&] { second.pass(); });
-  event.record(slow);  // not reached for long: must not delay it either
+  event.record(slow);  // not reached for a long time: must not delay the wait either
   std::this_thread::sleep_for(20ms);
   first.open();
   waiter.synchronize();
   REQUIRE(seen);
   second.open();
-  slow.synchronize();  // the gate is gone before the stream
+  slow.synchronize();  // the gate is destroyed before the stream
 }
 
 TEST_CASE("a failure spreads to the streams that wait for it, and only to what was recorded after it") {
@@ -323,7 +323,7 @@ TEST_CASE("a failure spreads to the streams that wait for it, and only to what w
   CHECK(synchronize_message(before).empty());
 
   Stream healthy;
-  late.record(healthy);  // the event forgets the failure with its new record
+  late.record(healthy);  // recording again clears the failure from the event
   late.wait(before);
   CHECK(synchronize_message(before).empty());
 }
@@ -352,7 +352,7 @@ TEST_CASE("two streams hand data back and forth through two events") {
   Stream b;
   Event a_done;
   Event b_done;
-  std::int64_t value = 0;  // guarded by the events alone
+  std::int64_t value = 0;  // guarded only by the events
   constexpr int kRounds = 2000;
   for (int i = 0; i < kRounds; ++i) {
     b_done.wait(a);

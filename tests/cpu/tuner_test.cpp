@@ -37,7 +37,7 @@ int call(Tuner& tuner, std::int64_t bytes) {
 
 TEST_CASE("a tuner takes turns and keeps the fastest variant") {
   Tuner tuner("test.turns", {"a", "b", "c"}, 1000);
-  for (int i = 0; i < 50; ++i) CHECK(call(tuner, 999) == 0);  // too small to say anything
+  for (int i = 0; i < 50; ++i) CHECK(call(tuner, 999) == 0);  // too small to be timed
   CHECK(found("test.turns").source == Source::preset);
   std::vector<int> calls(3);
   for (int i = 0; i < 18; ++i) ++calls[static_cast<std::size_t>(call(tuner, 1000))];

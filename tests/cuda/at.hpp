@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// at(): an index of 64 bits as the standard containers take it.
+// at(): converts a 64-bit index to the index type of the standard containers.
 #pragma once
 
 #include <cstddef>

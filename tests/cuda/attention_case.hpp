@@ -13,8 +13,8 @@ namespace helix::test {
 
 /// One sequence of the batch.
 struct Sequence {
-  std::int64_t length = 0;   ///< Global tokens, the query tokens included.
-  std::int64_t queries = 1;  ///< Query tokens, the last ones; 0: none in this step.
+  std::int64_t length = 0;   ///< Global tokens, including the query tokens.
+  std::int64_t queries = 1;  ///< Query tokens, which are the last ones; 0: none in this step.
 };
 
 /// A shape of attention: sizes, pool, split over KVP ranks, batch.
@@ -31,16 +31,19 @@ struct AttentionCase {
   std::int64_t chunk = 16;
   std::int64_t window = 0;
   float soft_cap = 0.0f;
-  float sharpness = 1.0f;   // scores are so much larger
-  float loudness = 0.0f;    // else the first token of a sequence has 2^loudness times the weight of any other
-  float root_score = 0.0f;  // else each score is about its square, before it is scaled: all weights are alike
-  std::int64_t q_pad = 0;   // elements between heads, which are NaN
+  float sharpness = 1.0f;  // factor on the scores
+  // If not 0, the first token of a sequence has 2^loudness times the weight of any other.
+  float loudness = 0.0f;
+  // If not 0, each score is about its square before scaling, so that all weights are equal.
+  float root_score = 0.0f;
+  std::int64_t q_pad = 0;  // elements between heads, which are NaN
   std::int64_t out_pad = 0;
-  bool is_q_reversed = false;  // its last token lies first
-  bool is_scaled = true;       // e4m3 only: there are scales of K and V
-  int q_power = 0;  // e4m3 only: of two KV heads, one has q 2^q_power larger, one smaller, k_scale inversely
+  bool is_q_reversed = false;  // the last token is stored first
+  bool is_scaled = true;       // e4m3 only: K and V have scales
+  // e4m3 only: of two KV heads, one has q larger by 2^q_power and the other smaller; k_scale is the inverse.
+  int q_power = 0;
   bool follows_prepare = false;
-  bool forgets = false;  // what no window reaches any more is NaN
+  bool forgets = false;  // tokens that no window reaches any more are NaN
   std::vector<Sequence> sequences = {{40, 1}};
   std::vector<std::int64_t> padding;  // query tokens whose position is -1
 
@@ -48,7 +51,7 @@ struct AttentionCase {
   bool is_latent() const { return is_mixed() || pool == latent_pool || pool == split_latent_pools; }
 };
 
-/// A case for the kernel of T: on tensor cores if T is of 16 bits, as q and KV then have one type.
+/// A case for the kernel of T: on tensor cores if T has 16 bits, because q and KV then have the same type.
 template <class T>
 AttentionCase case_of(std::int64_t d = 64) {
   AttentionCase c;

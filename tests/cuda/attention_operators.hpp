@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations as tests of attention take them: with all kernels, and with those of every GPU.
+// The operations for tests of attention: with all kernels, and restricted to those that run on every GPU.
 #pragma once
 
 #include <helix/cuda/backend.hpp>
@@ -8,7 +8,7 @@
 
 namespace helix::test {
 
-/// The operations with all kernels, and, in other runs of the test case, as other GPUs have them.
+/// The operations with all kernels and, in other runs of the test case, as other GPUs have them.
 template <class T>
 cuda::Operators<T> attention_operators() {
   using cuda::KernelTarget;
@@ -17,7 +17,7 @@ cuda::Operators<T> attention_operators() {
   return operators;
 }
 
-/// The same for MLA, of whose kernels one is for GPUs with little shared memory.
+/// The same for MLA, which also has a kernel for GPUs with little shared memory.
 template <class T>
 cuda::Operators<T> latent_attention_operators() {
   using cuda::KernelTarget;

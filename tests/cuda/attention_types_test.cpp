@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention on a GPU over e4m3 KV and over head sizes that are no power of two, against a naive
-// reference.
+// Partial attention on a GPU over e4m3 KV and over head sizes that are not powers of two, compared with a
+// naive reference.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -16,11 +16,12 @@
 namespace helix::test {
 namespace {
 
-// 1 to 8 drafted tokens, prefills that fill query tiles and leave some over, one sequence that rests.
+// 1 to 8 draft tokens, prefills that fill query tiles with a remainder, and one sequence without query
+// tokens.
 const std::vector<Sequence> kRagged = {{40, 1}, {41, 2}, {5, 3},   {70, 4},  {31, 5},  {32, 6},
                                        {33, 7}, {9, 0},  {90, 17}, {96, 70}, {1234, 3}};
 
-/// What the tensor-core kernel is built for besides 16-bit KV of 64, 128 and 256 columns.
+/// What the tensor-core kernel supports in addition to 16-bit KV of 64, 128 and 256 columns.
 struct Built {
   DType kv_dtype;
   std::int64_t d;
@@ -80,7 +81,8 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes is exact at
       CHECK(AttentionWorld<TestType>(c).check(operators) == "");
     }
     for (const MakeKvPool pool : {helix_pool, vllm_pool}) {
-      for (const std::int64_t length : {700, 2300, 9000}) {  // alone: clusters of blocks, or the whole GPU
+      // A single sequence: clusters of blocks, or the whole GPU.
+      for (const std::int64_t length : {700, 2300, 9000}) {
         AttentionCase c = case_of<TestType>(built);
         c.pool = pool;
         c.kv_heads = 1;

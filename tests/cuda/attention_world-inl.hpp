@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an AttentionWorld lays out a rank's pool, runs the code under test, and computes what it must give.
+// How an AttentionWorld lays out a rank's pool, runs the code under test, and computes the expected results.
 #pragma once
 
 #include "cuda/attention_world.hpp"
@@ -50,7 +50,7 @@ typename AttentionWorld<T>::Result AttentionWorld<T>::run(const cuda::Operators<
   if (count >= 0) batch = batch.slice(first, count);
   const std::size_t workspace_bytes =
       operators.partial_attention_workspace_bytes(batch.num_tokens(), heads(), c.d, c.dv);
-  // The kernel owes nothing to the alignment of the workspace.
+  // The kernel must not rely on the alignment of the workspace.
   std::vector<std::uint8_t> workspace(1 + workspace_bytes + kGuard, 0xff);
   auto* const scratch = reinterpret_cast<std::byte*>(upload(workspace));
 
@@ -96,7 +96,8 @@ typename AttentionWorld<T>::Shard AttentionWorld<T>::shard_of(std::int64_t kvp_r
               {},
               HostPageLists(counts, c.is_csr, free_pages.front())};
   const KvPool& pool = shard.pool;
-  shard.bytes.assign(at(pool.num_elements) * size_bytes(c.kv_dtype), 0xff);  // of fp8_ds_mla NaN throughout
+  // For fp8_ds_mla this is NaN throughout.
+  shard.bytes.assign(at(pool.num_elements) * size_bytes(c.kv_dtype), 0xff);
   const auto fill = [&]<class S>(S*) {
     const auto put = [&](std::int64_t i, float value) {
       const S x(value);
@@ -180,7 +181,7 @@ std::string AttentionWorld<T>::row_problem(const std::vector<Result>& results, s
     if (c.soft_cap > 0.0f) score = double{c.soft_cap} * std::tanh(score / double{c.soft_cap});
     scores.push_back(score);
   }
-  /// Over the tokens of one rank, -1: of all.
+  /// Over the tokens of one rank; -1: of all ranks.
   const auto expect = [&](std::int64_t rank, std::vector<double>& out) {
     out.assign(at(c.dv), 0.0);
     double highest = -kInfinity;
@@ -204,7 +205,7 @@ std::string AttentionWorld<T>::row_problem(const std::vector<Result>& results, s
   std::vector<double> expected;
   std::vector<double> merged(at(c.dv), 0.0);
   double total = 0.0;
-  double rounded = 0.0;  // norms that the ranks' roundings are relative to
+  double rounded = 0.0;  // norms to which the ranks' rounding errors are relative
   // A row of few elements may cancel to almost nothing.
   const double least_scale = 0.01 * std::sqrt(static_cast<double>(c.dv));
   for (std::int64_t rank = 0; rank < c.kvp; ++rank) {
@@ -234,7 +235,7 @@ std::string AttentionWorld<T>::mismatch(const std::vector<double>& out, double l
   std::ostringstream text;
   const double allowed =
       std::max(kLseTolerance<T> * (sizeof(T) == 2 ? 1.0 : std::max(1.0, std::abs(expected_lse))),
-               0x1p-22 * std::abs(expected_lse));  // f32 has no more
+               0x1p-22 * std::abs(expected_lse));  // the limit of f32
   const bool is_empty = expected_lse == -kInfinity;
   if (is_empty ? lse != expected_lse : !(std::abs(lse - expected_lse) <= allowed))
     text << "lse is " << lse << ", expected " << expected_lse << ". ";

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// AttentionWorld: one layer of paged attention with random contents, run on a GPU, against a naive reference
-// in double precision, with everything poisoned that must not be read.
+// AttentionWorld: one layer of paged attention with random contents, run on a GPU and compared with a naive
+// reference in double precision. Everything that must not be read is poisoned.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ inline constexpr double kOutTolerance<f16> = 2e-3;
 template <class T>
 constexpr double kLseTolerance = sizeof(T) == 2 ? 1e-3 : 1e-5;
 
-/// One layer of one model: what every token holds, what each query asks. T: of q and out.
+/// One layer of one model: the contents of every token and the queries. T is the type of q and out.
 template <class T>
 class AttentionWorld {
  public:
@@ -82,7 +82,7 @@ class AttentionWorld {
   std::int64_t num_tokens() const { return static_cast<std::int64_t>(positions_.size()); }
   std::int64_t heads() const { return case_.group * case_.kv_heads; }
 
-  /// The whole buffers, guards and gaps included.
+  /// The whole output buffers, including guards and gaps.
   struct Result {
     std::vector<std::uint8_t> out;
     std::vector<std::uint8_t> lse;
@@ -90,13 +90,13 @@ class AttentionWorld {
     friend bool operator==(const Result&, const Result&) = default;
   };
 
-  /// The code under test on the shard of `kvp_rank`, on sequences [first, first + count) (-1: all). Rows that
-  /// no token needs, unused pages, the workspace and the outputs are NaN.
+  /// Runs the code under test on the shard of `kvp_rank`, for sequences [first, first + count) (-1: all).
+  /// Rows that no token needs, unused pages, the workspace and the outputs are NaN.
   Result run(const cuda::Operators<T>& operators, std::int64_t kvp_rank = 0, std::int64_t first = 0,
              std::int64_t count = -1) const;
 
-  /// What is wrong with the results of all ranks (of `only_rank` if that is not -1) for the tokens of
-  /// sequences [first, first + count), or with what is written elsewhere. Empty: nothing.
+  /// Describes what is wrong with the results of all ranks (of `only_rank` if that is not -1) for the tokens
+  /// of sequences [first, first + count), or with writes elsewhere. Empty if nothing is wrong.
   std::string problem(const std::vector<Result>& results, std::int64_t only_rank = -1, std::int64_t first = 0,
                       std::int64_t count = -1) const {
     const std::int64_t begin = offsets_[at(first)];
@@ -125,7 +125,7 @@ class AttentionWorld {
     return found;
   }
 
-  /// Every query of every rank, and the merge of all ranks, against the reference.
+  /// Checks every query on every rank, and the merge of all ranks, against the reference.
   std::string check(const cuda::Operators<T>& operators) const {
     std::vector<Result> results;
     for (std::int64_t rank = 0; rank < case_.kvp; ++rank) results.push_back(run(operators, rank));
@@ -147,21 +147,21 @@ class AttentionWorld {
   float scale() const { return case_.sharpness / std::sqrt(static_cast<float>(case_.d)); }
   float uniform() { return static_cast<float>(random_() >> 8) * 0x1p-23f - 1.0f; }
 
-  /// Has all queries ask the last column of the keys alone, by `x`.
+  /// Makes all queries use only the last column of the keys, times `x`.
   void ask_last_column(float x) {
     for (std::size_t i = 0; i < q_.size(); ++i) {
       const auto column = static_cast<std::int64_t>(i) % q_stride();
       if (column < case_.d) q_[i] = column == case_.d - 1 ? x : 0.0f;
     }
   }
-  /// Whether element `i` of what a sequence stores is in the last column of a key.
+  /// Whether element `i` of a stored token is in the last column of a key.
   bool is_asked(std::size_t i) const {
     const auto column = static_cast<std::int64_t>(i) % row_elements();
     const std::int64_t keys = case_.is_latent() ? case_.d : case_.kv_heads * case_.d;
     return column < keys && column % case_.d == case_.d - 1;
   }
 
-  /// Values of other tokens than the first ones, which are loud, add up.
+  /// Makes the first token of each sequence loud. The values of all other tokens are 1, so that they add up.
   void make_first_tokens_loud() {
     ask_last_column(1.0f);
     const float loud = case_.loudness * std::log(2.0f) / scale();
@@ -200,11 +200,11 @@ class AttentionWorld {
     HostPageLists lists;
   };
 
-  /// The shard's pages in random order, and lists that lead to a page of NaN where there is none. All that no
-  /// sequence holds is NaN: other layers, gaps between pools, columns after a row.
+  /// The shard's pages in random order, and page lists that lead to a page of NaN where there is no page.
+  /// Everything that belongs to no sequence is NaN: other layers, gaps between pools, columns after a row.
   Shard shard_of(std::int64_t kvp_rank) const;
 
-  /// Bytes outside of the rows of tokens [begin, end) that are no longer 0xff.
+  /// Describes bytes outside the rows of tokens [begin, end) that are no longer 0xff.
   std::string stray_write(const Result& result, std::int64_t begin, std::int64_t end) const;
 
   std::vector<double> out_row(const Result& result, std::int64_t row) const {
@@ -222,7 +222,7 @@ class AttentionWorld {
     return x;
   }
 
-  /// What is wrong with one row of the results; empty: nothing.
+  /// Describes what is wrong with one row of the results; empty if nothing is.
   std::string row_problem(const std::vector<Result>& results, std::int64_t only_rank, std::int64_t token,
                           std::int64_t head) const;
 
@@ -237,7 +237,7 @@ class AttentionWorld {
     return text.str();
   }
 
-  /// `scale`: the least that the error is measured by.
+  /// `scale` is the minimum to which the error is relative.
   static std::string mismatch(const std::vector<double>& out, double lse, const std::vector<double>& expected,
                               double expected_lse, double scale);
 
@@ -246,14 +246,15 @@ class AttentionWorld {
   std::vector<std::int32_t> offsets_;
   std::vector<std::int32_t> slots_;
   std::vector<std::int64_t> positions_;
-  std::vector<std::size_t> sequence_of_;  // of each token
-  std::vector<float> q_;                  // as T holds them
+  std::vector<std::size_t> sequence_of_;  // for each token
+  std::vector<float> q_;                  // as rounded to T
   std::vector<float> scales_;             // of K, then of V
   std::vector<std::vector<float>> stored_;
-  std::vector<std::vector<std::uint8_t>> mixed_rows_;  // of fp8_ds_mla: the bytes of all tokens
+  std::vector<std::vector<std::uint8_t>> mixed_rows_;  // for fp8_ds_mla: the bytes of all tokens
 };
 
-/// Checks on all ranks that attention which reads KV ahead gives the bits of one that waits, and right ones.
+/// Checks on all ranks that attention which prefetches KV gives correct results, with the bits of one that
+/// waits.
 template <class T>
 void check_reading_ahead(AttentionCase c, const cuda::Operators<T>& operators) {
   c.follows_prepare = false;

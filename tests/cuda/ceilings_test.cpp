@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The read that the benchmarks' ceiling is measured by: that what its bulk copies bring is what lies there.
+// The read that measures the benchmarks' ceiling: its bulk copies must deliver the bytes in memory.
 #include "cuda/ceilings/ceilings.hpp"
 
 #include <cstddef>
@@ -27,7 +27,7 @@ std::vector<std::uint32_t> random_words(std::size_t count) {
   return words;
 }
 
-/// Word i % 32 of each whole line i of the `bytes` that begin at word `first`.
+/// Sum of word i % 32 of each whole line i in the `bytes` that begin at word `first`.
 std::uint32_t expected_sum(const std::vector<std::uint32_t>& words, std::size_t first, std::size_t bytes) {
   std::uint32_t sum = 0;
   for (std::size_t line = 0; line < bytes / kCacheLineBytes; ++line)
@@ -35,7 +35,7 @@ std::uint32_t expected_sum(const std::vector<std::uint32_t>& words, std::size_t 
   return sum;
 }
 
-/// Random words on a GPU, and what launch_bulk_read() makes of them.
+/// Random words on a GPU, and the sum that launch_bulk_read() computes from them.
 class BulkRead {
  public:
   explicit BulkRead(std::size_t bytes)
@@ -48,9 +48,9 @@ class BulkRead {
 
   const std::vector<std::uint32_t>& words() const { return words_; }
 
-  /// Its sum of `bytes` that begin at byte `at`, less what lay in the sum before.
+  /// The kernel's sum over the `bytes` that begin at byte `at`, minus the value that the sum had before.
   std::uint32_t sum(std::size_t at, std::size_t bytes, int blocks_per_sm) {
-    constexpr std::uint32_t kBefore = 0xfffffff0u;  // so that it overflows
+    constexpr std::uint32_t kBefore = 0xfffffff0u;  // makes the sum overflow
     operators_.upload(sum_.data(), &kBefore, sizeof(kBefore), stream_);
     cuda::bench::launch_bulk_read(data_.data() + at, bytes, blocks_per_sm, sum_.data(), stream_.handle());
     std::uint32_t sum = 0;
@@ -77,7 +77,8 @@ TEST_CASE("a read by bulk copies brings every line once whatever its size") {
     helix::test::skip("this GPU has no bulk copies, or the build no code for it");
     return;
   }
-  // Parts are of 16 KB at most, and a GPU's rings hold about 30 MB: the largest walk around them ten times.
+  // Parts have at most 16 KB, and the rings of a GPU hold about 30 MB, so the largest size goes round them
+  // ten times.
   constexpr std::size_t kMax = std::size_t{320} << 20;
   BulkRead read(kMax + 256);
   for (const std::size_t bytes :

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Greedy choice over the ranks' shards of the vocabulary in one kernel, against a plain loop over all logits:
-// one rank, and ranks over the memory of peers; eager, captured, and with a rank out of step or absent.
+// Greedy choice over the ranks' vocabulary shards in one kernel, compared with a plain loop over all logits:
+// on one rank, and on ranks over peer memory; eager, captured, and with a rank that is out of step or absent.
 #include <array>
 #include <chrono>
 #include <cmath>
@@ -48,7 +48,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-/// Logits of all ranks, known to each: [rows, vocab], rank r holding ids [begins[r], begins[r + 1]).
+/// Logits of all ranks, known to every rank: [rows, vocab]; rank r holds ids [begins[r], begins[r + 1]).
 template <class T>
 struct AllLogits {
   std::int64_t rows;
@@ -66,7 +66,7 @@ struct AllLogits {
     return static_cast<float>(values[static_cast<std::size_t>(row * vocab + id)]);
   }
 
-  /// Ties between ranks and inside one, -0 beside 0, and rows without a likeliest token.
+  /// Creates ties between and within ranks, -0 next to 0, and rows without a likeliest token.
   void make_hard() {
     for (std::int64_t row = 0; row < rows; ++row) {
       if (row % 7 == 1) {
@@ -104,7 +104,7 @@ struct AllLogits {
     return std::sqrt(squares);
   }
 
-  /// The shard of `rank`, [rows, width]; what lies behind its ids is NaN.
+  /// The shard of `rank`, [rows, width]; the columns after its ids are NaN.
   std::vector<T> shard(int rank, std::int64_t width) const {
     std::vector<T> own(static_cast<std::size_t>(rows * width), T(std::numeric_limits<float>::quiet_NaN()));
     const auto r = static_cast<std::size_t>(rank);
@@ -115,12 +115,12 @@ struct AllLogits {
   }
 };
 
-/// One rank's shard on its device, and what it draws.
+/// One rank's shard on its device, and the tokens that it draws.
 template <class T>
 struct Choice {
   PeerBackend<T>& backend;
   AllLogits<T> all;
-  std::int64_t width;  // of a row in memory
+  std::int64_t width;  // row width in memory
   Buffer logits, begins, positions, tokens, norms;
 
   Choice(PeerBackend<T>& of, const AllLogits<T>& logits_of_all, std::vector<std::int64_t> at,
@@ -182,16 +182,16 @@ TEMPLATE_TEST_CASE("greedy choice over shards in one kernel draws what a loop ov
     PeerBackend<TestType> backend(comm, comm.split(0, comm.rank()), device_of(comm));
     const Stream stream = backend.create_stream();
     unsigned seed = 5;
-    for (const auto& [rows, vocab, padding] :
-         std::vector<std::array<std::int64_t, 3>>{{1, 128256, 0},
-                                                  {1, 50000, 0},
-                                                  {2, 50000, 4},
-                                                  {4, 20001, 0},
-                                                  {9, 4096, 0},
-                                                  {40, 1003, 1},
-                                                  {130, 500, 3},
-                                                  {2100, 37, 0},
-                                                  {14, 3, 5}}) {  // fewer ids than ranks: empty shards
+    for (const auto& [rows, vocab, padding] : std::vector<std::array<std::int64_t, 3>>{
+             {1, 128256, 0},
+             {1, 50000, 0},
+             {2, 50000, 4},
+             {4, 20001, 0},
+             {9, 4096, 0},
+             {40, 1003, 1},
+             {130, 500, 3},
+             {2100, 37, 0},
+             {14, 3, 5}}) {  // fewer ids than ranks: some shards are empty
       AllLogits<TestType> all(rows, vocab, size, ++seed);
       all.make_hard();
       Choice<TestType> choice(backend, all, {3, 7, -1}, (vocab + size - 1) / size + padding);

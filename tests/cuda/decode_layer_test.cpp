@@ -33,7 +33,8 @@ double difference(const std::vector<float>& got, const std::vector<float>& expec
   return worst == 0.0 ? 0.0 : worst / scale;
 }
 
-/// What a rank must hold of a sequence, as LayerRank::read_kv gives it, cut out of the whole cache.
+/// The part of a sequence that a rank must hold, in the order of LayerRank::read_kv, cut from the whole
+/// cache.
 std::vector<float> shard_of(const std::vector<float>& whole, const ModelShape& shape, const RankResult& rank,
                             const KvLayout& layout) {
   const std::int64_t planes = shape.is_mla() ? 1 : 2;
@@ -51,11 +52,11 @@ std::vector<float> shard_of(const std::vector<float>& whole, const ModelShape& s
   return shard;
 }
 
-/// The layer on all topologies of 1, 2 and 4 ranks, in 1, 2 and 4 slices of the batch.
+/// Checks the layer on all topologies of 1, 2 and 4 ranks, with 1, 2 and 4 slices of the batch.
 void check_all_topologies(const LayerSpec& spec, std::uint32_t seed = 20, const MlaPrefill& prefill = {}) {
   const oracle::Layer layer = random_layer(spec, seed);
   const Script script = ragged_script(5, spec.hidden, seed + 1);
-  // Else f32 may rightly choose other experts: take another seed.
+  // Otherwise f32 may legitimately choose other experts: use another seed.
   REQUIRE(run_oracle(layer, script).routing_margin > 1e-5);
   const ModelShape shape = shape_of(layer);
   const RankResult alone = run_script(Topology({}, shape), layer, script, {}).front();
@@ -161,7 +162,7 @@ TEST_CASE("latent attention with expanded keys and values on a GPU equals an abs
   HELIX_REQUIRE_GPUS(1);
   const MlaPrefill expanded{.form = MlaForm::expanded, .max_tokens = 64};
   check_all_topologies(mla_spec(), 20, expanded);
-  LayerSpec deepseek = mla_spec();  // the sizes that kernels are built for
+  LayerSpec deepseek = mla_spec();  // the sizes that the kernels support
   deepseek.kv_lora = 512;
   deepseek.nope = deepseek.value = 128;
   deepseek.rope = 64;
@@ -181,7 +182,7 @@ TEST_CASE("DeepSeek-V3's experts on a GPU equal a CPU rank on every legal topolo
 TEST_CASE("a rank on a GPU that leaves out a step is out of step, not a wrong result") {
   HELIX_REQUIRE_GPUS(1);
   const oracle::Layer layer = random_layer({}, 8);
-  Script script;  // decode steps of equal sizes: only positions tell them apart
+  Script script;  // decode steps of equal sizes: only positions distinguish them
   script.sequences = 3;
   for (std::uint32_t s = 0; s < 5; ++s)
     script.steps.push_back({{1, 1, 1}, {0, 0, 0}, RandomMatrices(s).vector(3 * layer.hidden, 1.0)});
@@ -191,7 +192,7 @@ TEST_CASE("a rank on a GPU that leaves out a step is out of step, not a wrong re
     LayerRank<CudaBackend> rank(backend, topo, layer, script, {.hop_b_slices = 3});
     for (std::size_t s = 0; s < script.steps.size(); ++s) {
       rank.prepare(script.steps[s]);
-      if (comm.rank() == 3 && s == 2) continue;  // the cache grows, the layer does not run
+      if (comm.rank() == 3 && s == 2) continue;  // the cache grows, but the layer does not run
       rank.launch();
       rank.finish(script.steps[s]);
     }

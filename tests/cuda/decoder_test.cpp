@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The decoder on GPUs against transformers' outputs: every legal topology as threads of one GPU, 16-bit
-// activations, NCCL over several GPUs, and helix-decode --device cuda.
+// The decoder on GPUs compared with transformers' outputs: every legal topology as threads that share one
+// GPU, 16-bit activations, NCCL over several GPUs, and helix-decode --device cuda.
 #include <string>
 #include <vector>
 
@@ -23,7 +23,7 @@ using decode::LaunchOptions;
 using decode::PeerMemory;
 using decode::run_local;
 
-/// f32 throughout: the rule of the CPU's decoder test.
+/// f32 throughout, with the rule of the CPU's decoder test.
 void check_golden(const ReferenceModel& model, const Golden& golden, const TopologySpec& spec,
                   const GenerationRequest& request, const LaunchOptions& launch) {
   const Topology topo(spec, model.config.shape);
@@ -39,9 +39,9 @@ void check_every_topology(const std::string& name, const LaunchOptions& launch =
     check_golden(model, golden, spec, golden_request(golden), launch);
 }
 
-/// The golden output with steps replayed and with each step queued, and the same bits from both. Drafts, a
-/// fifth of them wrong and those of one sequence short, give several shapes and sequences that end at
-/// different steps; small pages make sequences grow between replays.
+/// Checks that replayed steps and queued steps both give the golden output, with the same bits. A fifth of
+/// the drafts are wrong and those of one sequence are short, which gives several shapes and sequences that
+/// end at different steps. Small pages make sequences grow between replays.
 void check_replayed(const ReferenceModel& model, const TopologySpec& spec, std::int64_t draft_tokens,
                     const LaunchOptions& launch, bool captures) {
   const Golden golden = model.golden();
@@ -63,7 +63,7 @@ void check_replayed(const ReferenceModel& model, const TopologySpec& spec, std::
   if (!captures) {
     CHECK(replayed.captured_steps == 0);
   } else if (draft_tokens == 1) {
-    CHECK(replayed.captured_steps == request.max_new_tokens - 1);  // the prompt's step gives one
+    CHECK(replayed.captured_steps == request.max_new_tokens - 1);  // the prompt's step gives one token
   } else {
     CHECK(replayed.captured_steps > 0);
   }
@@ -87,12 +87,12 @@ void check_gpu_each(int ranks, PeerMemory peer_memory) {
   }
 }
 
-/// Runs a job of several commands.
+/// Runs several shell commands as one job.
 Run run_shell(const std::string& commands) {
   return run_command("sh -c '" + commands + "'");
 }
 
-/// Files for a run of helix-decode, gone with the test.
+/// Files for a run of helix-decode, deleted after the test.
 class GoldenRun {
  public:
   explicit GoldenRun(const std::string& name) : golden_(ReferenceModel(name).golden()) {
@@ -102,7 +102,7 @@ class GoldenRun {
                (directory_ / "prompts.json").string() + " --json " + (directory_ / "report.json").string();
   }
 
-  /// helix-decode with the golden's prompts and `--json`.
+  /// The helix-decode command with the golden prompts and `--json`.
   const std::string& command() const { return command_; }
 
   void check_report() const {
@@ -118,7 +118,7 @@ class GoldenRun {
   std::string command_;
 };
 
-/// helix-decode with `options` as `size` processes, after the shell commands `first`; of rank r with the
+/// Runs helix-decode with `options` as `size` processes, after the shell commands `first`. Rank r has the
 /// variables `rank_variables[r]`.
 void check_processes(std::size_t size, const char* model, const std::string& options,
                      const std::string& first, const std::vector<std::string>& rank_variables = {}) {
@@ -278,10 +278,11 @@ TEST_CASE("16-bit activations and KV, teacher-forced, keep clear argmaxes and lo
     float worst_logit;
     MlaForm form = MlaForm::automatic;
   };
-  // The rule is 3e-2 of the RMS and no clear argmax changed. In bf16 no arithmetic keeps it for routed
-  // experts whose scores nearly tie: with the result of every operation rounded to bf16 on the CPU, other
-  // experts answer at up to 3 of the 57 clear steps of deepseek-tiny, and logits of deepseek-v2-tiny are off
-  // by up to 0.18, depending on the topology; in f16 none changes, and logits are off by at most 5e-3.
+  // The rule: logits differ by at most 3e-2 of the RMS and no clear argmax changes. In bf16, no
+  // implementation can keep it for routed experts whose scores nearly tie. With the result of every operation
+  // rounded to bf16 on the CPU, other experts answer at up to 3 of the 57 clear steps of deepseek-tiny, and
+  // logits of deepseek-v2-tiny are off by up to 0.18, depending on the topology. In f16 no clear argmax
+  // changes, and logits are off by at most 5e-3.
   const std::vector<Case> cases = {
       {"llama-tiny", {.kvp = 2, .tpa = 2}, DType::bf16, 0, 3e-2f},
       {"llama-tiny", {.kvp = 2, .tpa = 2}, DType::f16, 0, 3e-2f},
@@ -407,7 +408,7 @@ TEST_CASE(
                                            "HELIX_ISLAND=b"};
   const std::vector<std::string> in_turns = {"HELIX_ISLAND=a", "HELIX_ISLAND=b", "HELIX_ISLAND=a",
                                              "HELIX_ISLAND=b"};
-  // Windows in all groups of a stage, in those of KVP alone, and in none.
+  // Windows in all groups of a stage, only in its KVP groups, and in none.
   check_processes(4, "llama-tiny", "--pp 2 --kvp 2", machines, filled);
   check_processes(4, "deepseek-tiny", "--pp 2 --kvp 2", machines, filled);
   check_processes(4, "llama-tiny", "--kvp 2 --tpa 2", machines, in_turns);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sections of a process that exclude each other where ranks share a GPU. Needs none.
+// The mutually exclusive sections of a process whose ranks share a GPU. Needs no GPU.
 #include "cuda/runtime/device_gate.hpp"
 
 #include <atomic>
@@ -73,5 +73,5 @@ TEST_CASE("neither kind of section starves where both are always wanted") {
       });
     }
   }
-  CHECK(left == 0);  // a kind that starves never ends
+  CHECK(left == 0);  // a starved kind would never finish
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where operators on a GPU take device memory from, and buffers that borrow it.
+// Where operators on a GPU allocate device memory, and buffers that borrow it.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -46,7 +46,7 @@ TEST_CASE("operators on a GPU take all device memory from an engine's allocator 
     operators.download(bytes.data(), buffer.data(), bytes.size(), stream);
     operators.synchronize(stream);
     CHECK(std::all_of(bytes.begin(), bytes.end(), [](std::uint8_t x) { return x == 0; }));
-    // The workspace of the library is made by the first product, and made once.
+    // The first product allocates the library's workspace, once.
     const cuda::Buffer matrices = operators.allocate(3 * 64 * 64 * sizeof(bf16));
     auto* const in = reinterpret_cast<bf16*>(matrices.data());
     const std::size_t before = pool->given;

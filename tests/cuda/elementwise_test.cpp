@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms, rotary embedding, SwiGLU and row copies of 16-bit activations on a GPU against those of f32.
+// Norms, rotary embedding, SwiGLU and row copies of 16-bit activations on a GPU, compared with those of f32.
 #include <cmath>
 #include <cstdint>
 #include <vector>

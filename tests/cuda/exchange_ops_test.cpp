@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages, their headers and the combine on a GPU: 16-bit partials bit for bit or against f32, log-sum-exps
-// of every convention.
+// Messages, their headers and the combine on a GPU: 16-bit partials compared bit for bit or with f32, and
+// log-sum-exps of every convention.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -34,7 +34,7 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
       for (const std::int64_t width : {1, 16, 128, 9}) {
         for (const std::int64_t pad : kPads) {
           CAPTURE(kvp, tokens, width, pad);
-          const std::int64_t heads = 2;  // of a peer
+          const std::int64_t heads = 2;  // heads of a peer
           const std::int64_t all_heads = kvp * heads;
           std::vector<T> out(at(tokens * all_heads * (width + pad)));
           for (T& x : out) x = T::from_bits(static_cast<std::uint16_t>(random()));
@@ -43,7 +43,7 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
           std::vector<std::int64_t> positions(at(tokens));
           for (std::int64_t& x : positions) x = static_cast<std::int64_t>(random() % 5000) - 1;
           const std::uint64_t before = 41;
-          // A block a head: header, lse, outputs.
+          // One block per head: header, lse, outputs.
           const std::int64_t lse_bytes = (tokens * 4 + 15) / 16 * 16;
           const std::int64_t block = 16 + lse_bytes + (tokens * width * 2 + 15) / 16 * 16 + pad * 4;
           const std::int64_t message = heads * block;
@@ -107,7 +107,7 @@ TEMPLATE_TEST_CASE("headers on a GPU are stamped and checked by the 16-bit opera
     CAPTURE(wrong);
     const Operators<TestType> operators;
     const cuda::Stream stream = operators.create_stream();
-    const cuda::Buffer messages = operators.allocate(4 * 48);  // the last one is this rank's own
+    const cuda::Buffer messages = operators.allocate(4 * 48);  // the last message is this rank's own
     const cuda::Buffer counters = operators.allocate(4 * sizeof(std::uint64_t));
     const cuda::Buffer device_positions = operators.allocate(kTokens * sizeof(std::int64_t));
     auto* exchanges = reinterpret_cast<std::uint64_t*>(counters.data());
@@ -133,7 +133,7 @@ TEMPLATE_TEST_CASE("headers on a GPU are stamped and checked by the 16-bit opera
     }
     const auto culprit = Catch::Matchers::Contains("the message from group rank " + std::to_string(wrong));
     CHECK_THROWS_WITH(operators.synchronize(stream), culprit);
-    CHECK_THROWS_WITH(operators.synchronize(stream), culprit);  // sticky
+    CHECK_THROWS_WITH(operators.synchronize(stream), culprit);  // the failure is sticky
   }
 }
 
@@ -152,7 +152,7 @@ TEMPLATE_TEST_CASE("16-bit partials on a GPU combine as f32 ones do", "", f16, b
           auto out_values = bench.numbers(ranks * kTokens * kHeads * (width + pad));
           auto lse_values = bench.numbers(ranks * kTokens * kHeads, 10.0);
           for (std::size_t i = 0; i < lse_values.size(); ++i) {
-            // Every second token: no rank but the last sees anything; token 3: none at all.
+            // For every second token only the last rank has visible tokens; for token 3 no rank has.
             const auto token = static_cast<std::int64_t>(i) / kHeads % kTokens;
             const auto rank = static_cast<std::int64_t>(i) / (kHeads * kTokens);
             if ((token % 2 == 0 || rank == ranks - 1) && token != 3) continue;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests that need GPUs: skipped, and counted by ctest as skipped, where there are too few.
+// Macros for tests that need GPUs: with too few GPUs they are skipped, and ctest counts them as skipped.
 #pragma once
 
 #include <sstream>
@@ -28,7 +28,7 @@ inline std::string lacks_gpus(int count) {
 
 }  // namespace helix::test
 
-/// Leaves the test case unless there are at least `count` GPUs.
+/// Returns from the test case unless there are at least `count` GPUs.
 #define HELIX_REQUIRE_GPUS(count)                            \
   do {                                                       \
     if (::helix::cuda::device_count() < (count)) {           \
@@ -37,7 +37,7 @@ inline std::string lacks_gpus(int count) {
     }                                                        \
   } while (false)
 
-/// The same unless the first of them is of compute capability 9.
+/// Returns from the test case unless the first GPU has compute capability 9.
 #define HELIX_REQUIRE_HOPPER()                                    \
   do {                                                            \
     HELIX_REQUIRE_GPUS(1);                                        \

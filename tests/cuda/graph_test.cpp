@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Graph: a replay reads what changed in device memory since the capture, and gives the bits of eager
-// calls; a capture that fails leaves its stream usable; the collectives of all ranks fit into one graph.
+// cuda::Graph: a replay reads device memory that changed since the capture and gives the bits of eager calls;
+// a failed capture leaves its stream usable; the collectives of all ranks fit into one graph.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -36,7 +36,7 @@ template <class T>
 class AttentionStep {
  public:
   static constexpr std::int64_t kSequences = 3;
-  static constexpr std::int64_t kQueries = 8;  // of each: enough tokens for the matrix library
+  static constexpr std::int64_t kQueries = 8;  // per sequence: enough tokens for the matrix library
   static constexpr std::int64_t kTokens = kSequences * kQueries;
   static constexpr std::int64_t kHidden = 128;
   static constexpr std::int64_t kQueryHeads = 4;
@@ -70,7 +70,7 @@ class AttentionStep {
       host_offsets_.push_back(static_cast<std::int32_t>(b * kQueries));
   }
 
-  /// Weights, offsets and all pages, from one seed.
+  /// Fills weights, offsets and all pages from one seed.
   void fill(Stream stream) {
     std::mt19937 random(3);
     for (const Buffer* buffer : {&norm_, &weight_, &pages_})
@@ -78,7 +78,7 @@ class AttentionStep {
     upload(offsets_, host_offsets_, stream);
   }
 
-  /// What changes from step to step: hidden states, positions, slots and page table.
+  /// Sets what changes from step to step: hidden states, positions, slots and page table.
   void set(unsigned step, Stream stream) {
     std::mt19937 random(100 + step);
     upload(hidden_, numbers(random, kTokens * kHidden), stream);
@@ -140,7 +140,7 @@ class AttentionStep {
                             stream);
   }
 
-  /// All that a step writes. Waits.
+  /// Everything that a step writes. Waits.
   std::vector<std::vector<std::uint8_t>> results(Stream stream) const {
     std::vector<std::vector<std::uint8_t>> all;
     for (const Buffer* buffer : {&qkv_, &pages_, &partial_, &partial_lse_, &out_, &lse_}) {
@@ -173,8 +173,8 @@ class AttentionStep {
   Buffer partial_, partial_lse_, out_, lse_, workspace_;
 };
 
-/// Captures what `queue_rank` queues for each rank on its own thread and stream, all in one graph. The first
-/// rank's stream is where it begins and ends.
+/// Captures the work that `queue_rank` queues for each rank, on a thread and stream of its own, in one graph.
+/// The graph begins and ends on the first rank's stream.
 template <class QueueRank>
 Graph capture_ranks(std::vector<LocalComm> comms, const std::vector<Stream>& streams, QueueRank queue_rank) {
   const Operators<float> operators;
@@ -211,7 +211,7 @@ TEMPLATE_TEST_CASE("a replayed graph reads changed inputs, positions and page ta
   const Graph graph = Graph::capture(stream, [&] { replayed.queue(stream); });
   CHECK_FALSE(graph.empty());
   CHECK(graph.num_nodes() >= 5);
-  CHECK(eager.results(stream) != replayed.results(stream));  // the capture has run nothing
+  CHECK(eager.results(stream) != replayed.results(stream));  // the capture itself runs nothing
   std::vector<std::vector<std::uint8_t>> last;
   for (unsigned step = 0; step < 6; ++step) {
     CAPTURE(step);
@@ -226,7 +226,7 @@ TEMPLATE_TEST_CASE("a replayed graph reads changed inputs, positions and page ta
     CHECK(results != last);
     last = results;
   }
-  for (int again = 0; again < 3; ++again) graph.replay(stream);  // without a wait in between
+  for (int again = 0; again < 3; ++again) graph.replay(stream);  // without waiting in between
   CHECK(replayed.results(stream) == last);
 }
 
@@ -302,7 +302,7 @@ TEST_CASE("memsets of a captured graph become kernels that do the same in the sa
   const Buffer filled = operators.allocate(kPitch * kRows);
   const Buffer copy = operators.allocate(kPitch * kRows);
 
-  // Copy, fill, copy: what comes before and after the memset sees the other side of it.
+  // Copy, fill, copy: the copies show that the memset keeps its place between them.
   cudaGraph_t graph = nullptr;
   HELIX_CUDA_CHECK(cudaGraphCreate(&graph, 0));
   cudaGraphNode_t first = nullptr;
@@ -354,7 +354,7 @@ TEST_CASE("memsets of a captured graph become kernels that do the same in the sa
 TEST_CASE("the collectives of all ranks replay from one graph with new inputs") {
   HELIX_REQUIRE_GPUS(1);
   constexpr int kSize = 4;
-  constexpr std::int64_t kCount = 1200;  // of each rank, a multiple of the ranks
+  constexpr std::int64_t kCount = 1200;  // per rank, a multiple of the number of ranks
   constexpr std::int64_t kPart = kCount / kSize;
   constexpr std::int64_t kBytes = kCount * 4;
   const Operators<float> operators;
@@ -409,7 +409,7 @@ TEST_CASE("the collectives of all ranks replay from one graph with new inputs") 
         passed.push_back(i < kPart ? value(2, i)
                                    : value(rank == 3 && i < 2 * kPart ? 1 : rank,
                                            rank == 3 && i < 2 * kPart ? i - kPart : i));
-        // Part r adds up what rank r sent to each rank.
+        // Part r is the sum of what rank r sent to each rank.
         float part = 0.0f;
         for (int from = 0; from < kSize; ++from) part += value(i / kPart, from * kPart + i % kPart);
         all[static_cast<std::size_t>(i)] = part;
@@ -426,7 +426,7 @@ TEST_CASE("decode_layer of all ranks replays from one graph, in slices and with 
   HELIX_REQUIRE_GPUS(1);
   using CudaBackend = cuda::Backend<LocalComm, float>;
   const oracle::Layer layer = random_layer({}, 8);
-  Script script;  // equal shapes, as a graph needs; a prefill first
+  Script script;  // equal shapes, as a graph needs, after a prefill
   script.sequences = 5;
   script.steps.push_back(
       {{9, 3, 1, 7, 30}, {0, 0, 0, 0, 0}, RandomMatrices(1).vector(50 * layer.hidden, 1.0)});

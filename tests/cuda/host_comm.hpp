@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A communicator of a GPU as one of host memory, so that it can run the communicator contract.
+// Wraps a GPU communicator as one of host memory, so that it can run the communicator contract.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +36,8 @@ inline void wait_for(cuda::PeerComm& comm, cuda::Stream stream) {
   comm.synchronize(std::move(stream));
 }
 
-/// Each call uploads its input and what its output holds, communicates on the device, waits, and downloads.
-/// Writes outside of the output throw. Arguments that must be refused reach the communicator as they are.
+/// Each call uploads its input and the present contents of its output, communicates on the device, waits, and
+/// downloads. Writes outside the output throw. Invalid arguments reach the communicator unchanged.
 template <class DeviceComm>
 class HostComm {
  public:
@@ -117,7 +117,7 @@ class HostComm {
   static constexpr std::int64_t kGuard = 64;
   static constexpr std::uint8_t kCanary = 0xa5;
 
-  // Allocated before the first call: cudaFree waits for the device, also for messages under way.
+  // Allocated before the first call, because cudaFree waits for the device, including messages in flight.
   struct Scratch {
     cuda::Buffer in{kCapacity};
     cuda::Buffer out{kCapacity};
@@ -126,8 +126,8 @@ class HostComm {
   HostComm(DeviceComm comm, std::shared_ptr<Scratch> scratch)
       : comm_(std::move(comm)), scratch_(std::move(scratch)) {}
 
-  /// Calls body(in, out) with their copies on the device. `in` may lie inside of `out`. Addresses that are
-  /// not multiples of `width` must be refused.
+  /// Calls body(in, out) with copies on the device. `in` may lie inside `out`. Addresses that are not
+  /// multiples of `width` must be refused.
   template <class Body>
   void staged(const void* in, std::int64_t in_bytes, void* out, std::int64_t out_bytes, Stream& stream,
               Body&& body, std::size_t width = 1) {

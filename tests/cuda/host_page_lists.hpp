@@ -9,14 +9,14 @@
 
 namespace helix::test {
 
-/// Page ids of some sequences, as rows of a table or as a CSR list; each row is longer than its sequence by
-/// one entry that names `unused_page`.
+/// Page ids of some sequences, as rows of a table or as a CSR list. Each row has one entry more than its
+/// sequence needs, which is `unused_page`.
 struct HostPageLists {
   std::vector<std::int32_t> pages;
   std::vector<std::int32_t> begins;  ///< CSR: [slots + 1]; empty for a table.
   std::int64_t max_pages = 0;
 
-  /// Pages of slot s: counts[s].
+  /// Slot s gets counts[s] pages.
   HostPageLists(const std::vector<std::int64_t>& counts, bool is_csr, std::int32_t unused_page) {
     if (is_csr) {
       begins.push_back(0);

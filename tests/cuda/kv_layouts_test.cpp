@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention on a GPU over the paged pools of other engines, where they lie.
+// Partial attention on a GPU over the paged pools of other engines, read in place.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -76,7 +76,7 @@ TEMPLATE_TEST_CASE("attention on a GPU reads foreign pools of every storage type
       for (const MakeKvPool pool : kv_pool_makers()) {
         AttentionCase c = case_of<TestType>(d);
         c.kv_dtype = dtype;
-        // A pool of one tensor has places of D columns for V, too.
+        // A pool in a single tensor has room for D columns in V too.
         c.dv = dv;
         c.pool = pool;
         c.is_csr = turn % 2 == 0;
@@ -116,7 +116,7 @@ TEMPLATE_TEST_CASE("attention on a GPU reads latents whose rope columns lie apar
   }
 }
 
-// Negative control: a row that lies elsewhere than the view says shows.
+// Negative control: a row at another place than the view says is detected.
 TEST_CASE("attention on a GPU of a pool in other places than its view says is wrong") {
   HELIX_REQUIRE_GPUS(1);
   AttentionCase c = case_of<bf16>(128);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Paged KV pools as engines keep them: the KvFormat that describes each, beside its own words for where an
-// element lies.
+// Paged KV pools as engines keep them: the KvFormat that describes each, and an independent formula for the
+// place of each element.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +23,9 @@ struct KvPool {
   std::int64_t k_begin = 0;
   std::int64_t v_begin = 0;
   std::int64_t rope_begin = 0;
-  /// Place of column `i` of a token's key, written out from the name and not from the strides.
+  /// Place of column `i` of a token's key, computed from the layout's name and not from the strides.
   std::function<std::int64_t(std::int64_t page, std::int64_t head, std::int64_t token, std::int64_t i)> key;
-  /// Place of column `i` of a token's value; latent: unused.
+  /// Place of column `i` of a token's value; unused for latent pools.
   std::function<std::int64_t(std::int64_t page, std::int64_t head, std::int64_t token, std::int64_t i)> value;
 
   /// A view of the pool at `memory`, without a page table.
@@ -55,7 +55,7 @@ struct KvPoolSizes {
 
 using MakeKvPool = KvPool (*)(const KvPoolSizes&);
 
-/// Helix's own: [page][K, V][head][token][D], rows of V in places of D columns.
+/// Helix's own layout: [page][K, V][head][token][D]; rows of V have room for D columns.
 inline KvPool helix_pool(const KvPoolSizes& s) {
   KvPool pool;
   pool.name = "[page][K, V][head][token][D]";
@@ -73,8 +73,8 @@ inline KvPool helix_pool(const KvPoolSizes& s) {
   return pool;
 }
 
-/// A pool of K and one of V, [page][token][head][D], with `gap` elements between the two and `pad` after each
-/// token of K: SGLang's, in pages of 1 or more tokens.
+/// A pool of K and one of V, [page][token][head][D], with `gap` elements between the pools and `pad` after
+/// each token of K: SGLang's layout, in pages of 1 or more tokens.
 inline KvPool separate_pools(const KvPoolSizes& s, std::int64_t gap, std::int64_t pad = 0) {
   KvPool pool;
   pool.name = "K [page][token][head][D], V [page][token][head][Dv]";
@@ -122,15 +122,15 @@ inline KvPool flashinfer_nhd_pool(const KvPoolSizes& s) {
   return pool;
 }
 
-/// FlashInfer's HND, which is Helix's own if D = Dv: [page][K, V][head][token][D].
+/// FlashInfer's HND, equal to Helix's own layout if D = Dv: [page][K, V][head][token][D].
 inline KvPool flashinfer_hnd_pool(const KvPoolSizes& s) {
   KvPool pool = helix_pool(s);
   pool.name = "[page][K, V][head][token][D] (HND)";
   return pool;
 }
 
-/// One layer of TensorRT-LLM's pool, which holds all layers of a block together:
-/// [block][layer][K, V][head][token][D].
+/// One layer of TensorRT-LLM's pool, which stores all layers of a block together: [block][layer][K,
+/// V][head][token][D].
 inline KvPool tensorrt_llm_pool(const KvPoolSizes& s) {
   constexpr std::int64_t kLayers = 3;
   constexpr std::int64_t kLayer = 1;
@@ -153,7 +153,7 @@ inline KvPool tensorrt_llm_pool(const KvPoolSizes& s) {
   return pool;
 }
 
-/// K token-major and V head-major, a pool each: strides that differ.
+/// A token-major pool of K and a head-major pool of V, so that their strides differ.
 inline KvPool unequal_pools(const KvPoolSizes& s) {
   KvPool pool = separate_pools(s, 16);
   pool.name = "K [page][token][head][D], V [page][head][token][Dv]";
@@ -179,7 +179,7 @@ inline KvPool latent_pool(const KvPoolSizes& s) {
   return pool;
 }
 
-/// Latents and their rope columns in pools of their own: [page][token][Dv] and [page][token][D - Dv].
+/// Latents and their rope columns in separate pools: [page][token][Dv] and [page][token][D - Dv].
 inline KvPool split_latent_pools(const KvPoolSizes& s) {
   KvPool pool;
   pool.name = "latent [page][token][Dv], rope [page][token][D - Dv]";
@@ -218,7 +218,7 @@ inline KvPool mixed_latent_pool(const KvPoolSizes& s) {
   return pool;
 }
 
-/// Every way to keep K and V.
+/// All layouts of K and V.
 inline std::vector<MakeKvPool> kv_pool_makers() {
   return {helix_pool,
           vllm_pool,
@@ -227,10 +227,10 @@ inline std::vector<MakeKvPool> kv_pool_makers() {
           tensorrt_llm_pool,
           unequal_pools,
           [](const KvPoolSizes& s) { return separate_pools(s, 24); },     // rows stay aligned to 16 bytes
-          [](const KvPoolSizes& s) { return separate_pools(s, 3, 1); }};  // rows do not
+          [](const KvPoolSizes& s) { return separate_pools(s, 3, 1); }};  // rows are not aligned
 }
 
-/// Every way to keep latents.
+/// All layouts of latents.
 inline std::vector<MakeKvPool> latent_pool_makers() {
   return {latent_pool, split_latent_pools};
 }

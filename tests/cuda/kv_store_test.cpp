@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values that a GPU appends, writes and reads: of 16 bits against f32, and byte for byte in each
-// engine's pool.
+// Keys and values that a GPU appends, writes and reads: 16-bit types compared with f32, and byte for byte in
+// each engine's pool.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -30,7 +30,7 @@ using cuda::Operators;
 
 constexpr std::array kKvTypes{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3};
 
-/// A cache of three sequences with random pages, the same on both sides.
+/// A cache of three sequences with random pages, equal on both sides.
 template <class T>
 struct Cache {
   static constexpr std::int64_t kHeads = 2;
@@ -75,7 +75,7 @@ struct Cache {
   }
 };
 
-/// Calls body(dtype, head dim, KVP, rank, is latent, pad) for what the tests of the cache go through.
+/// Calls body(dtype, head dim, KVP, rank, is latent, pad) for all combinations that the cache tests use.
 template <class Body>
 void for_each_cache(const Body& body) {
   for (const DType dtype : kKvTypes) {
@@ -91,8 +91,8 @@ void for_each_cache(const Body& body) {
   }
 }
 
-/// append_kv, write_kv and read_kv on one pool against what its name says, byte for byte. What no token owns
-/// stays.
+/// Compares append_kv, write_kv and read_kv on one pool with the layout that its name states, byte for byte.
+/// Bytes that belong to no token must stay unchanged.
 template <class T>
 class PoolTraffic {
  public:
@@ -105,7 +105,7 @@ class PoolTraffic {
         kvp_rank_(kvp_rank),
         lists_({kSlotPages, kSlotPages, kSlotPages}, is_csr, 0),
         bytes_(at(pool_.num_elements * pool_.format.element_bytes()), 0x7b) {
-    for (std::int64_t slot = 0; slot < kSlots; ++slot)  // page 0 is nobody's
+    for (std::int64_t slot = 0; slot < kSlots; ++slot)  // page 0 belongs to no sequence
       for (std::int64_t i = 0; i < kSlotPages; ++i)
         lists_.at(slot, i) =
             static_cast<std::int32_t>(1 + (slot * kSlotPages + i) * 5 % (kSlots * kSlotPages));
@@ -126,8 +126,8 @@ class PoolTraffic {
   /// Pages that a pool needs.
   static constexpr std::int64_t kPages = 1 + kSlots * kSlotPages;
 
-  /// Appends tokens of two sequences and padding, writes a span of the third, reads that back. Empty: all is
-  /// as it must be.
+  /// Appends tokens of two sequences and padding, writes a span of the third, and reads it back. Empty if
+  /// everything is correct.
   std::string problem() {
     const std::vector<std::int64_t> positions{0, 1, -1, 2, 5, 6, 7, 8};
     const std::vector<std::int32_t> offsets{0, 3, 8};
@@ -175,7 +175,8 @@ class PoolTraffic {
     return "";
   }
 
-  /// Fills one sequence. Empty: each element is that of its place in the model, and nothing else has changed.
+  /// Fills one sequence. Empty if each element has the value of its place in the model, and nothing else
+  /// changed.
   std::string synthetic_problem() {
     constexpr std::int64_t kTokens = 13;
     constexpr std::int64_t kLayer = 5;
@@ -196,7 +197,7 @@ class PoolTraffic {
   }
 
  private:
-  /// Where the pool is not as expected; empty: nowhere.
+  /// Describes where the pool differs from what is expected; empty if nowhere.
   std::string difference() {
     std::vector<std::uint8_t> got(bytes_.size());
     operators_.download(got.data(), memory_.front().data(), got.size(), stream_);
@@ -232,7 +233,7 @@ class PoolTraffic {
     const std::int64_t page = lists_.at(slot, local / page_tokens);
     return (is_key ? pool_.key : pool_.value)(page, head, local % page_tokens, i);
   }
-  /// Puts row `from` of the inputs where the token must lie, if this rank owns it.
+  /// Puts row `from` of the inputs at the place of the token, if this rank owns it.
   template <class X>
   void expect(std::int64_t slot, std::int64_t position, const std::vector<X>& keys,
               const std::vector<X>& values, std::size_t from) {

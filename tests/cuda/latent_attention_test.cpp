@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// partial_attention over latents of 512 columns and 64 of rope (MLA) on a GPU, q of 16 bits, KV of the same
-// type, of e4m3 or of fp8_ds_mla, against double precision: rows of one and two blocks, tiles and splits of
-// any lengths, pages of any sizes, all that must not be read poisoned.
+// partial_attention over latents of 512 columns and 64 rope columns (MLA) on a GPU, compared with double
+// precision. q has 16 bits, and KV is of the same type, e4m3 or fp8_ds_mla. Covers rows of one and two
+// blocks, tiles and splits of any length, and pages of any size; everything that must not be read is
+// poisoned.
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -113,7 +114,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: reading ahead gives the same bits", "", f1
       };
       for (const std::int64_t length : {1, 65, 300, 2000}) check({{length, 1}});
       check({{513, 2}, {1, 1}, {40, 4}, {999, 1}});
-      check({{70, 67}, {64, 1}});  // more than a query tile: nothing is read ahead
+      check({{70, 67}, {64, 1}});  // more than one query tile: nothing is prefetched
     }
   }
 }
@@ -140,7 +141,8 @@ TEMPLATE_TEST_CASE("latents on a GPU: few rows of any number of sequences, short
   const cuda::Operators<TestType> operators;
   cuda::Operators<TestType> beside_others;
   beside_others.set_shares_device(true);  // no clusters
-  // The kernel of few rows has clusters of eight or four blocks, or single ones, and with few pages no more
+  // The kernel for few rows uses clusters of eight or four blocks, or single blocks; with few pages it uses
+  // at most as many clusters as sequences. Many or long sequences use the other kernel.
   // clusters than sequences; many sequences, or long ones, are the other kernel's.
   for (const std::int64_t sequences : {1, 3, 15, 16, 31, 66, 67, 133}) {
     for (const std::int64_t longest : {40, 767, 2000}) {
@@ -222,11 +224,12 @@ TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to til
 TEMPLATE_TEST_CASE("latents on a GPU: many small weights beside a large one", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   auto operators = latent_attention_operators<TestType>();
-  operators.set_attention_blocks(1);  // no splits, which have maxima of their own
+  operators.set_attention_blocks(1);  // no splits, because each has a maximum of its own
   for (const std::int64_t heads : {16, 128}) {
     AttentionCase c = latent_case<TestType>(heads);
     c.sequences = {{100000, 1}};
-    c.loudness = 23.4f;  // in f16 beside 1 they would be a third too large, 0.3 % in all
+    // In f16, next to a weight of 1, the small weights would be a third too large, 0.3 % in total.
+    c.loudness = 23.4f;
     CAPTURE(heads);
     CHECK(AttentionWorld<TestType>(c).check(operators) == "");
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of 16-bit activations on a GPU against those of f32, in every kernel.
+// Products of 16-bit activations on a GPU, compared with those of f32, in every kernel.
 #include <cstddef>
 #include <cstdint>
 
@@ -25,7 +25,7 @@ TEMPLATE_TEST_CASE("16-bit products on a GPU agree with f32 in every kernel", ""
           const std::int64_t out_pad = kPads[turn / 3 % 3];
           const bool has_bias = turn % 2 == 0;
           const bool accumulates = turn / 2 % 2 == 0;
-          // Behind the library's product a bias of another type costs one more rounding: not two units.
+          // After the library's product, a bias of another type costs one more rounding, but not two units.
           const bool is_library = dtype == kDTypeOf<TestType>;
           const DType bias_dtype = is_library ? dtype : kWeightTypes[turn / 2 % 3];
           CAPTURE(to_string(dtype), rows, k, n, in_pad, out_pad, has_bias, accumulates);
@@ -72,7 +72,7 @@ TEMPLATE_TEST_CASE("16-bit products on a GPU of more rows than one launch holds 
   TwinBench<TestType> bench;
   constexpr std::int64_t kRows = 1 << 20;
   constexpr std::int64_t kCols = 16;
-  constexpr std::int64_t kWidth = 3;  // rows of which no library takes
+  constexpr std::int64_t kWidth = 3;  // the library takes no rows of this width
   const auto in = bench.random(kRows, kCols);
   const auto weight = bench.weights(kWidth * kCols, kDTypeOf<TestType>);
   const auto bias = bench.weights(kWidth, DType::f32);

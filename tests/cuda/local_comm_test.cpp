@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::LocalComm keeps the communicator contract, orders the ranks' streams, is capturable, and its failures
-// name the culprit.
+// cuda::LocalComm keeps the communicator contract, orders the ranks' streams, is capturable, and names the
+// culprit of a failure.
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -39,7 +39,7 @@ static_assert(helix::comm::CollectiveComm<LocalComm>);
 
 namespace {
 
-/// Calls that fail before anything is queued need no GPU: they are made on the default stream.
+/// Calls that fail before anything is queued need no GPU, so they use the default stream.
 Stream no_stream() {
   return Stream::borrow(nullptr);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sequences of more local tokens than an int holds are refused before a kernel truncates them. Needs no GPU.
+// Sequences with more local tokens than an int holds are refused before a kernel truncates their number.
+// Needs no GPU.
 #include "cuda/attention/local_tokens.hpp"
 
 #include <cstdint>

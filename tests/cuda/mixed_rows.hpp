@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random rows of DType::fp8_ds_mla with four scales, and what they hold.
+// Random rows of DType::fp8_ds_mla with four scales, and the values that they represent.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 
 namespace helix::test {
 
-/// Rows of 656 bytes: 512 columns of e4m3, four scales that differ much, 64 columns of bf16. Fills `values`
-/// [tokens, 576] with what they hold; `uniform()` is in [-1, 1).
+/// Rows of 656 bytes: 512 columns of e4m3, four very different scales, 64 columns of bf16. Fills `values`
+/// [tokens, 576] with the represented values; `uniform()` is in [-1, 1).
 template <class Uniform>
 std::vector<std::uint8_t> random_mixed_rows(std::vector<float>& values, const Uniform& uniform) {
   constexpr std::size_t kColumns = 576;

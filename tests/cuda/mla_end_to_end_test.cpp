@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Latent attention over KVP shards of ranks that share a GPU, from the cache through the exchange to the
-// combined output, against unsharded attention in double precision.
+// combined output, compared with unsharded attention in double precision.
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -18,7 +18,7 @@ namespace {
 template <class T>
 using CudaBackend = cuda::Backend<cuda::LocalComm, T>;
 
-// bf16 keeps 8 bits of the weights and of the outputs that travel; sums are f32.
+// bf16 keeps 8 bits of the weights and of the outputs that are exchanged; sums are f32.
 template <class T>
 constexpr double kOutTolerance = std::is_same_v<T, float> ? 1e-5 : 1e-2;
 template <class T>
@@ -31,7 +31,7 @@ void check(const MlaWorld<T>& world, const MlaOutput<double>& expected, const Ml
   CHECK(world.problem(got, expected, kOutTolerance<T>, kLseTolerance<T>) == "");
 }
 
-/// KV as bf16 and, for f32 activations, as f32 too.
+/// KV as bf16, and for f32 activations also as f32.
 template <class T>
 std::vector<DType> kv_types() {
   if constexpr (std::is_same_v<T, float>) return {DType::f32, DType::bf16};
@@ -93,13 +93,13 @@ TEMPLATE_TEST_CASE("latent attention on a GPU of draft tokens behind 128K tokens
 TEMPLATE_TEST_CASE("latent attention on a GPU of 1M tokens equals unsharded attention", "", float, bf16) {
   HELIX_REQUIRE_GPUS(1);
   for_each_world<TestType>({.sequences = {{1 << 20}}}, [](const auto& world, const auto& expected) {
-    // f32 rows are twice the bytes to bring there, once for each rank.
+    // f32 rows have twice the bytes to upload, once for each rank.
     const int kvp = std::is_same_v<TestType, float> ? 4 : 8;
     check(world, expected, {.kvp = kvp, .chunk = 16, .page_tokens = 64});
   });
 }
 
-// Negative control: the tolerance of f32 sees one of 4K tokens missing, at the edge of a shard or anywhere.
+// Negative control: the f32 tolerance detects one missing token of 4K, at the edge of a shard or elsewhere.
 TEST_CASE("one token left out of latent attention on a GPU shows") {
   HELIX_REQUIRE_GPUS(1);
   const MlaWorld<float> world({.sequences = {{4096}}});

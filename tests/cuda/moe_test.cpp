@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Router logits, routing and experts of 16-bit activations on a GPU against those of f32.
+// Router logits, routing and experts of 16-bit activations on a GPU, compared with those of f32.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -20,7 +20,7 @@
 namespace helix::test {
 namespace {
 
-/// `count` experts whose weights follow each other, the last one's `gap` bytes late.
+/// `count` experts whose weights are adjacent, except that the last one's come `gap` bytes later.
 std::vector<ExpertWeights> experts_of(const WeightView& gate_up, const WeightView& down, std::int64_t count,
                                       std::int64_t gap = 0) {
   const auto part = [count, gap](const WeightView& all, std::int64_t e) {
@@ -48,7 +48,7 @@ TEMPLATE_TEST_CASE("router logits of 16-bit activations on a GPU are not rounded
             bench.clear();
             const auto in = bench.random(tokens, k + pad);
             const auto weight = bench.weights(experts * k, dtype);
-            // Compared as floats, to 1e-5 of the largest: bf16 would be wrong by 4e-3.
+            // Compared as floats, to 1e-5 of the largest: an error from bf16 would be 4e-3.
             const auto logits = bench.same(std::vector<float>(at(tokens * experts), std::nanf("")));
             HELIX_CHECK_TWINS(bench, {
               operators.router_logits(RouterLogitsArgs<E>{side.view(in, tokens, k, pad),
@@ -105,7 +105,7 @@ TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", 
   TwinBench<TestType> bench;
   constexpr std::int64_t kTopK = 3;
   const auto target = GENERATE(cuda::KernelTarget::this_gpu, cuda::KernelTarget::any_gpu);
-  static constexpr std::int64_t kGap = 16;  // no tensor map has such experts
+  static constexpr std::int64_t kGap = 16;  // no tensor map can describe such experts
   const std::int64_t gap = GENERATE(0, kGap);
   CAPTURE(int(target), gap);
   bench.narrow().set_kernel_target(target);
@@ -130,7 +130,7 @@ TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", 
             const auto out = bench.random(tokens, hidden + pad);
             const auto gate_up = bench.weights(kLocal * 2 * ffn * hidden + kGap, dtype);
             const auto down = bench.weights(kLocal * hidden * ffn + kGap, dtype);
-            std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
+            std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
             HELIX_CHECK_TWINS(bench, {
               const auto local = experts_of(side.weight(gate_up, dtype, kLocal * 2 * ffn, hidden),
                                             side.weight(down, dtype, kLocal * hidden, ffn), kLocal, gap);
@@ -165,10 +165,10 @@ TEMPLATE_TEST_CASE("experts of a few tokens on a GPU agree with f32, whatever th
   struct Case {
     std::int64_t tokens, top_k;
   };
-  // 16 by 9 and 2 by 17 choices are more than their shapes take.
+  // 16 by 9 and 2 by 17 choices are more than their shapes support.
   for (const Case c : {Case{1, 32}, Case{2, 3}, Case{2, 16}, Case{2, 17}, Case{3, 1}, Case{5, 6}, Case{7, 9},
                        Case{8, 8}, Case{9, 7}, Case{13, 1}, Case{16, 8}, Case{16, 9}}) {
-    // All experts, few of which a token chose twice; one expert; none of this rank's but one.
+    // All experts, with few choices repeated by a token; one expert; only one of this rank's experts.
     for (const int spread : {0, 1, 2}) {
       for (const std::int64_t pad : kPads) {
         CAPTURE(c.tokens, c.top_k, spread, pad);
@@ -184,7 +184,7 @@ TEMPLATE_TEST_CASE("experts of a few tokens on a GPU agree with f32, whatever th
         const auto out = bench.random(c.tokens, kHidden + pad);
         const auto gate_up = bench.weights(kLocal * 2 * kFfn * kHidden, kType);
         const auto down = bench.weights(kLocal * kHidden * kFfn, kType);
-        std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
+        std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
         HELIX_CHECK_TWINS(bench, {
           const auto local = experts_of(side.weight(gate_up, kType, kLocal * 2 * kFfn, kHidden),
                                         side.weight(down, kType, kLocal * kHidden, kFfn), kLocal);
@@ -226,7 +226,7 @@ TEMPLATE_TEST_CASE("experts on a GPU take rows of which the last lies first", ""
     const auto out = bench.random(tokens, kHidden);
     const auto gate_up = bench.weights(kLocal * 2 * kFfn * kHidden, kType);
     const auto down = bench.weights(kLocal * kHidden * kFfn, kType);
-    std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
+    std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
     HELIX_CHECK_TWINS(bench, {
       const auto local = experts_of(side.weight(gate_up, kType, kLocal * 2 * kFfn, kHidden),
                                     side.weight(down, kType, kLocal * kHidden, kFfn), kLocal);
@@ -260,13 +260,14 @@ TEMPLATE_TEST_CASE("experts of layers one behind the other on a GPU are each lay
     CAPTURE(tokens);
     bench.clear();
     const auto logits = bench.same(bench.numbers(kLayers * tokens * kExperts, 3.0));
-    const auto experts = bench.same(std::vector<std::int32_t>(at(tokens * kTopK)));  // of all layers in turn
+    // Used by all layers in turn.
+    const auto experts = bench.same(std::vector<std::int32_t>(at(tokens * kTopK)));
     const auto weights = bench.same(std::vector<float>(at(tokens * kTopK)));
     const auto in = bench.random(tokens, kHidden);
     const auto out = bench.random(kLayers * tokens, kHidden);
     const auto gate_up = bench.weights(kExperts * 2 * kFfn * kHidden, kType);
     const auto down = bench.weights(kExperts * kHidden * kFfn, kType);
-    std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
+    std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
     HELIX_CHECK_TWINS(bench, {
       const auto local = experts_of(side.weight(gate_up, kType, kExperts * 2 * kFfn, kHidden),
                                     side.weight(down, kType, kExperts * kHidden, kFfn), kExperts);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::NcclComm keeps the communicator contract on all GPUs of the machine, in one process and as a job of
-// several, and a rank that is missing or dies ends the others' waits.
+// several processes, and the waits for a missing or dead rank end.
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -64,8 +64,8 @@ std::vector<std::string> nccl_variables() {
   return variables;
 }
 
-/// NCCL rounds f16 and bf16 sums at each rank: small whole numbers have none to round, any others at least
-/// the same bits everywhere.
+/// NCCL rounds f16 and bf16 sums at each rank. Sums of small whole numbers need no rounding; other sums at
+/// least have the same bits on all ranks.
 template <class T>
 void short_sums_contract(HostComm<NcclComm>& comm) {
   HostComm<NcclComm>::Stream stream;
@@ -89,7 +89,7 @@ void short_sums_contract(HostComm<NcclComm>& comm) {
   }
 }
 
-/// The rows of the contract that NCCL can keep: its sums are in no promised order.
+/// The parts of the contract that NCCL can keep: the order of its sums is not defined.
 void nccl_contract(HostComm<NcclComm>& comm) {
   for (const auto& row : helix::contract::communicator_contract<HostComm<NcclComm>>()) {
     const std::string name = row.name;
@@ -104,7 +104,7 @@ void nccl_contract(HostComm<NcclComm>& comm) {
   }
 }
 
-/// One rank of a job that the tests below start, as HELIX_TEST_JOB says.
+/// Runs one rank of a job that the tests below start, as HELIX_TEST_JOB says.
 void run_job_rank(const std::string& job) {
   const BootstrapOptions from_launcher = BootstrapOptions::from_environment();
   BootstrapOptions options = from_launcher;
@@ -218,7 +218,7 @@ TEST_CASE("an abort releases the streams of all ranks and ends later calls, also
     part.barrier(stream);
     part.synchronize(stream);
     if (comm.rank() == 0) {
-      part.barrier(stream);  // alone
+      part.barrier(stream);  // the only rank to call it
       part.synchronize(stream);
     } else {
       std::this_thread::sleep_for(300ms);
@@ -244,7 +244,7 @@ TEST_CASE("an abort returns and releases the streams of all ranks while graphs h
     graph.replay(stream);
     comm.synchronize(stream);
     if (comm.rank() == 0) {
-      graph.replay(stream);  // alone
+      graph.replay(stream);  // the only rank to replay it
       comm.synchronize(stream);
     } else {
       std::this_thread::sleep_for(300ms);
@@ -298,7 +298,7 @@ TEST_CASE("making a communicator leaves the process's environment alone") {
 TEST_CASE("a group that is refused leaves the process's environment alone") {
   const char* variable = std::getenv("NCCL_NVLS_ENABLE");
   const std::string value = variable == nullptr ? "" : variable;
-  ::unsetenv("NCCL_NVLS_ENABLE");  // none of these calls comes as far as NCCL, which would read it
+  ::unsetenv("NCCL_NVLS_ENABLE");  // none of these calls reaches NCCL, which would read it
   const std::vector<std::string> before = nccl_variables();
   CHECK_THROWS_AS(NcclComm::create_group({}, 60s, NcclComm::GraphUse::one_at_a_time), Error);
   CHECK_THROWS_AS(NcclComm::borrow(nullptr), Error);

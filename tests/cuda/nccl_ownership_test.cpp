@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::NcclComm frees each communicator that NCCL has made, also where making its handle fails on the way.
-// NCCL itself is left out: its functions are defined here and count.
+// cuda::NcclComm frees each communicator that NCCL has created, even if creating its handle fails. NCCL
+// itself is not linked: this file defines its functions, which count calls.
 #include <atomic>
 #include <chrono>
 #include <string>
@@ -20,7 +20,7 @@ using Catch::Matchers::Contains;
 using helix::Error;
 using helix::cuda::NcclComm;
 
-/// What stands for a communicator.
+/// Stands in for a communicator.
 struct ncclComm {
   int rank = 0;
   int size = 1;
@@ -30,7 +30,7 @@ namespace {
 
 std::atomic<int> num_alive = 0;
 std::atomic<int> num_made = 0;
-std::atomic<bool> is_slow = false;    // making one outlasts the group's timeout
+std::atomic<bool> is_slow = false;    // creating a communicator takes longer than the group's timeout
 std::atomic<bool> is_unsure = false;  // no communicator knows its rank
 
 ncclResult_t make(ncclComm_t* comm, int size, int rank) {
@@ -49,7 +49,7 @@ ncclResult_t free_one(ncclComm_t comm) {
 
 const std::vector<int> kDevice{0};
 
-/// A group none of whose communicators knows its rank is refused, and all are freed.
+/// Checks that a group whose communicators do not know their ranks is refused, and that all are freed.
 void check_unsure(const std::vector<int>& devices) {
   num_made = 0;
   is_unsure = true;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Properties of partial attention on a GPU of many query rows a KV head, as prefill and drafts have, against
-// a naive reference.
+// Properties of partial attention on a GPU with many query rows per KV head, as in prefill and draft steps,
+// compared with a naive reference.
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -15,7 +15,8 @@
 namespace helix::test {
 namespace {
 
-// Chunks that end query tiles and begin others, drafts, one token, one sequence that rests.
+// Chunks that end some query tiles and begin others, draft tokens, one token, and one sequence without query
+// tokens.
 const std::vector<Sequence> kChunks = {{300, 300}, {41, 2},  {700, 129}, {9, 0},
                                        {1500, 33}, {64, 64}, {70, 1}};
 
@@ -48,7 +49,7 @@ TEMPLATE_TEST_CASE(
     bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
-  // With boxes of 8 to 128 tokens, and without.
+  // Page sizes that allow boxes of 8 to 128 tokens, and some that allow none.
   constexpr std::int64_t kPages[] = {1, 8, 16, 17, 24, 48, 64, 100, 128, 256};
   constexpr std::int64_t kDims[] = {64, 128, 192, 256};
   const auto pools = kv_pool_makers();
@@ -125,11 +126,11 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows deals out query tiles of any
     CHECK(AttentionWorld<TestType>(c).check(operators) == "");
   };
   check(1, 8, {{20000, 5}});             // split over the whole GPU
-  check(2, 16, {{9000, 8}, {300, 8}});   // one long, one short
-  check(9, 4, {{1500, 490}});            // a wave, and a few query tiles that all share
+  check(2, 16, {{9000, 8}, {300, 8}});   // one long and one short sequence
+  check(9, 4, {{1500, 490}});            // one wave, and a few query tiles shared by all blocks
   check(1, 64, {{900, 300}});            // more than a wave of one head
   check(2, 40, {{40, 1}, {1100, 400}});  // more query tiles than a wave
-  check(1, 150, {{470, 460}, {33, 1}});  // more query tiles than one launch holds
+  check(1, 150, {{470, 460}, {33, 1}});  // more query tiles than one launch takes
   check(33, 4, {{64, 64}, {640, 16}});   // many heads
   check(6, 8, {{20000, 40}});            // more keys than the L2 cache holds: 3 heads at a time
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Properties of partial attention on a GPU, with tensor cores and without, against a naive reference.
+// Properties of partial attention on a GPU, with and without tensor cores, compared with a naive reference.
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -18,7 +18,8 @@ std::vector<Sequence> uniform(std::int64_t count, Sequence sequence) {
   return std::vector<Sequence>(at(count), sequence);
 }
 
-// 1 to 8 drafted tokens, prefills that fill query tiles and leave some over, one sequence that rests.
+// 1 to 8 draft tokens, prefills that fill query tiles with a remainder, and one sequence without query
+// tokens.
 const std::vector<Sequence> kRagged = {{40, 1}, {41, 2}, {5, 3}, {70, 4},  {31, 5}, {32, 6},
                                        {33, 7}, {9, 0},  {8, 8}, {90, 17}, {96, 70}};
 
@@ -81,7 +82,7 @@ TEMPLATE_TEST_CASE("attention on a GPU splits ranges exactly at every edge of it
     CHECK(AttentionWorld<TestType>(c).check(operators) == "");
     c.kv_heads = 2;
     c.page_tokens = 17;
-    for (const std::int64_t length : lengths) {  // alone, the whole GPU shares its tiles
+    for (const std::int64_t length : lengths) {  // a single sequence, whose tiles the whole GPU shares
       CAPTURE(length);
       c.sequences = {{length, 1}};
       CHECK(AttentionWorld<TestType>(c).check(operators) == "");
@@ -96,7 +97,7 @@ TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any 
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
   cuda::Operators<TestType> beside_others;
-  beside_others.set_shares_device(true);  // no clusters but pairs
+  beside_others.set_shares_device(true);  // no clusters except pairs
   AttentionCase c = case_of<TestType>(128);
   const auto check = [&](std::int64_t kv_heads, const std::vector<Sequence>& sequences) {
     c.kv_heads = kv_heads;
@@ -108,18 +109,19 @@ TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any 
   };
   check(1, {{20000, 1}});  // more KV splits than a warp has lanes
   check(8, {{3000, 1}});
-  check(2, {{5000, 1}, {4000, 1}, {300, 1}});  // blocks of their own, in proportion
+  check(2, {{5000, 1}, {4000, 1}, {300, 1}});  // each has blocks of its own, in proportion to its length
   check(2, {{8000, 1}, {31, 1}, {1, 1}, {1, 1}});
   check(3, {{2000, 8}, {1999, 8}, {2000, 1}});  // query tiles of several tokens
-  check(1, {{900, 0}, {40, 0}, {700, 17}});     // as many query tiles as sequences, but not one each
-  // As many KV splits as a cluster has blocks, of clusters or, where other numbers come before, of others.
+  check(1, {{900, 0}, {40, 0}, {700, 17}});     // as many query tiles as sequences, but not one for each
+  // As many KV splits as a cluster has blocks. They form a cluster unless sequences with other numbers of
+  // splits come before them.
   for (const std::int64_t kv_heads : {1, 2, 3, 8}) check(kv_heads, {{385, 1}, {641, 3}, {30, 1}, {640, 2}});
   for (const std::int64_t length : {385, 400, 513, 640}) check(8, {{length, 1}});
   for (const std::int64_t length : {257, 700, 1280, 1281, 2000, 2560, 2561}) check(8, {{length, 1}});
   for (const std::int64_t kv_heads : {1, 3, 4}) check(kv_heads, {{2500, 1}, {200, 1}, {700, 2}, {2, 1}});
   check(4, {{600, 7}});
   check(2, {{1900, 5}, {1800, 6}});
-  // Too few blocks for one each: work items across query tiles.
+  // Too few blocks for one each, so work items span query tiles.
   std::vector<Sequence> few_long = uniform(110, {33, 1});
   for (int i = 0; i < 10; ++i) few_long.insert(few_long.begin() + i * 11, {2500, 1});
   check(2, few_long);
@@ -143,7 +145,7 @@ TEMPLATE_TEST_CASE("attention on a GPU that reads ahead gives the same bits", ""
         for (const std::int64_t length : {1, 32, 33, 300, 513, 2000}) check({{length, 1}});
         check({{513, 2}, {1, 1}, {40, 4}, {999, 1}});
         check(uniform(40, {129, 2}));
-        check({{700, 300}, {64, 1}});  // more than a query tile: nothing is read ahead
+        check({{700, 300}, {64, 1}});  // more than one query tile: nothing is prefetched
       }
     }
   }
@@ -190,7 +192,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of sequences that have fewer KV tiles tha
   }
 }
 
-/// Exponents are multiples of 16 in f32 there, more than the weights of f16 have range for.
+/// In f32, exponents are multiples of 16, which exceeds the range that f16 weights have.
 TEMPLATE_TEST_CASE("attention on a GPU of scores of 1e8 gives no weights that are infinite", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
@@ -255,7 +257,8 @@ TEMPLATE_TEST_CASE("attention on a GPU of more sequences and rows than one launc
     CAPTURE(sequences);
     CHECK(AttentionWorld<TestType>(c).check(operators) == "");
   }
-  AttentionCase c = case_of<TestType>(64);  // a prefill of several launches, between and beside others
+  // A prefill of several launches, between and next to other sequences.
+  AttentionCase c = case_of<TestType>(64);
   c.kv_heads = 1;
   c.group = 20;
   c.window = 100;
@@ -299,7 +302,7 @@ TEMPLATE_TEST_CASE("attention on a GPU gives the same result on few blocks, and 
       results.push_back(world.run(operators));
       CHECK(world.problem({results.back()}) == "");
     }
-    // Calls of other shapes came between: the counters that they share are zero again after each.
+    // Calls of other shapes came in between: each call must leave the shared counters at zero.
     for (std::size_t i = 0; i < worlds.size(); ++i) CHECK(worlds[i].run(operators) == results[i]);
   }
 }
@@ -346,7 +349,7 @@ TEMPLATE_TEST_CASE("attention on a GPU reads every storage type and head size", 
                                   {96, 64}, {128, 64}, {128, 128}, {192, 128}, {256, 256}};
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
     for (const auto& [d, dv] : dims) {
-      // One or a few elements may cancel when ranks merge: their norm is no scale for 16-bit rounding.
+      // One or a few elements may cancel when ranks merge, so their norm is no scale for 16-bit rounding.
       if (!std::is_same_v<TestType, float> && dv < 16) continue;
       AttentionCase c = case_of<TestType>(d);
       c.kv_dtype = dtype;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::PeerComm keeps the communicator contract, for threads and for processes, that share a GPU or have one
-// each; has windows inside islands of a job; is captured and replayed; and a rank that is missing, dies or is
-// out of step ends the others' waits.
+// cuda::PeerComm keeps the communicator contract, for threads and for processes, on one shared GPU or with a
+// GPU each; has windows within islands of a job; can be captured and replayed; and ends the waits for a rank
+// that is missing, dead or out of step.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -56,7 +56,7 @@ static_assert(helix::comm::CollectiveComm<PeerComm>);
 
 namespace {
 
-/// Rank r on device r % the devices that are used.
+/// Rank r uses device r modulo the number of devices.
 std::vector<int> devices_of(int size, int devices) {
   std::vector<int> all(static_cast<std::size_t>(size));
   for (int rank = 0; rank < size; ++rank) all[static_cast<std::size_t>(rank)] = rank % devices;
@@ -87,7 +87,7 @@ bool has_word(const std::string& text, const std::string& word) {
   return text.find(word) != std::string::npos;
 }
 
-/// The refusal of what has neither windows nor NCCL.
+/// The error of a group that has neither windows nor NCCL.
 template <class Call>
 helix::test::Failure refusal_of(Call&& call) {
   const auto failure = helix::test::failure_of(call);
@@ -96,12 +96,12 @@ helix::test::Failure refusal_of(Call&& call) {
   return *failure;
 }
 
-/// Jobs of islands: even ranks are of one, odd ones of the other, as two machines' would be.
+/// Jobs with two islands, as on two machines: even ranks form one, odd ranks the other.
 int island_of(int rank) {
   return rank % 2;
 }
 
-/// Ranks of one island write into each other's memory.
+/// Checks that the ranks of one island write into each other's memory.
 void run_island(PeerComm& island) {
   require(island.has_windows(), "no windows inside an island");
   require(island.transport().starts_with("peer memory"), island.transport());
@@ -120,7 +120,7 @@ void run_island(PeerComm& island) {
             got[static_cast<std::size_t>(peer)]);
 }
 
-/// Ranks of several islands have NCCL or nothing.
+/// Checks that a group across islands uses NCCL, or refuses without it.
 void run_crossing(PeerComm& group, bool has_nccl) {
   require(!group.has_windows(), "windows between islands");
   require(group.transport() == (has_nccl ? "NCCL" : "none"), group.transport());
@@ -133,11 +133,11 @@ void run_crossing(PeerComm& group, bool has_nccl) {
     const auto no_transport = refusal_of([&] { group.barrier(stream); });
     require(no_transport.says("NCCL is not to be used"), no_transport.what);
     (void)refusal_of([&] { group.all_reduce(data.data(), data.data(), 16, DType::f32, stream); });
-    group.synchronize(stream);  // nobody has failed
+    group.synchronize(stream);  // no rank has failed
   }
 }
 
-/// Sums over an island and then over ranks of all islands make one graph.
+/// Captures a sum within an island and then one across all islands in one graph.
 void replay_both(PeerComm& island, PeerComm& across, int size) {
   const Stream stream = Stream::create();
   std::vector<float> values(1000);
@@ -146,7 +146,7 @@ void replay_both(PeerComm& island, PeerComm& across, int size) {
     island.all_reduce(sum.data(), sum.data(), std::ssize(values), DType::f32, stream);
     across.all_reduce(sum.data(), sum.data(), std::ssize(values), DType::f32, stream);
   };
-  queue();  // NCCL connects outside of captures
+  queue();  // NCCL must connect outside captures
   across.synchronize(stream);
   const Graph graph = Graph::capture(stream, queue);
   for (int replay = 0; replay < 5; ++replay) {
@@ -169,7 +169,7 @@ void run_islands(PeerComm& world, bool has_nccl) {
   PeerComm pair = world.split(world.rank() / 2, world.rank());
   require(pair.size() == 2 && pair.rank() == world.rank() % 2, "another pair");
   run_crossing(pair, has_nccl);
-  // All of the job, in another order: such a group can be split without NCCL.
+  // All ranks of the job in another order: such a group can be split off without NCCL.
   PeerComm turned = world.split(7, -world.rank());
   require(turned.rank() == world.size() - 1 - world.rank(), "another rank of all");
   island = turned.split(island_of(world.rank()), turned.rank());
@@ -185,12 +185,12 @@ void run_islands(PeerComm& world, bool has_nccl) {
   } else {
     (void)refusal_of([&] { (void)pair.split(pair.rank(), 0); });
   }
-  const Stream stream = Stream::create();  // what was refused has ended nothing
+  const Stream stream = Stream::create();  // the refusals have left the group usable
   island.barrier(stream);
   island.synchronize(stream);
 }
 
-/// The last rank of the job exits, dies or stands still; the others' waits name it.
+/// The last rank of the job exits, dies or hangs; the waits of the other ranks end and name it.
 void run_failing(PeerComm& comm, const BootstrapOptions& options, const std::string& job) {
   const Stream stream = Stream::create();
   comm.begin_step(1);
@@ -203,7 +203,8 @@ void run_failing(PeerComm& comm, const BootstrapOptions& options, const std::str
   if (is_culprit && has_word(job, "stop")) std::this_thread::sleep_for(9s);
   const auto begin = std::chrono::steady_clock::now();
   try {
-    while (std::chrono::steady_clock::now() - begin < 2 * options.timeout) {  // in other islands it goes well
+    // Other islands are not affected.
+    while (std::chrono::steady_clock::now() - begin < 2 * options.timeout) {
       comm.barrier(stream);
       comm.synchronize(stream);
       std::this_thread::sleep_for(10ms);
@@ -218,7 +219,7 @@ void run_failing(PeerComm& comm, const BootstrapOptions& options, const std::str
   require(false, "the barrier did not fail");
 }
 
-/// A window for which there is no room is refused on all ranks, and the group goes on.
+/// Checks that all ranks refuse a window for which there is no room, and that the group remains usable.
 void expect_window_without_room(const PeerComm& comm) {
   const auto failure = helix::test::failure_of([&] { (void)comm.allocate_window(std::size_t{1} << 40, 1); });
   require(failure.has_value() && failure->code == ErrorCode::capacity,
@@ -226,7 +227,7 @@ void expect_window_without_room(const PeerComm& comm) {
   require(comm.allocate_window(1000, 1).data() != nullptr, "no window after one that was refused");
 }
 
-/// Hosts whose calls differ are told so, on all ranks, and can go on.
+/// Checks that ranks with different calls all get an error and can continue.
 void run_disagreeing(PeerComm& comm) {
   const auto refused = [&](const auto& call) {
     const auto failure = helix::test::failure_of(call);
@@ -239,7 +240,7 @@ void run_disagreeing(PeerComm& comm) {
   run_contract(comm);
 }
 
-/// One rank of a job that the tests below start, as HELIX_TEST_JOB says.
+/// Runs one rank of a job that the tests below start, as HELIX_TEST_JOB says.
 void run_job_rank(const std::string& job) {
   BootstrapOptions options = BootstrapOptions::from_environment();
   options.timeout = has_word(job, "contract") || job == "disagree" ? 60s : 4s;
@@ -263,7 +264,7 @@ void run_job_rank(const std::string& job) {
   PeerComm world = PeerComm::connect(bootstrap, device, of_island);
   if (has_word(job, "contract")) {
     run_islands(world, has_nccl);
-    return bootstrap.barrier();  // or one island leaves while the other needs the job
+    return bootstrap.barrier();  // otherwise one island leaves while the other still needs the job
   }
   PeerComm island = world.split(island_of(options.rank), options.rank);
   run_failing(island, options, job);
@@ -387,7 +388,7 @@ TEST_CASE("a window for which there is no room is refused on all ranks, and the 
 TEST_CASE("a backend sees the failure of either of its groups, whose roots are their own") {
   HELIX_REQUIRE_GPUS(1);
   std::vector<PeerComm> kvp = group_on_one_gpu(2);
-  std::barrier meeting(2);  // the first abort is seen by both
+  std::barrier meeting(2);  // both ranks see the first abort
   run_ranks_or_throw(group_on_one_gpu(2), [&](PeerComm& stage) {
     helix::cuda::use_device(0);
     PeerComm& own = kvp[static_cast<std::size_t>(stage.rank())];
@@ -415,7 +416,7 @@ TEST_CASE("the end of a window waits for no kernel of other ranks, and its memor
     comm.synchronize(stream);
     if (comm.rank() == 1) {
       window = PeerWindow();
-      comm.barrier(stream);  // whose kernel waits for that of rank 0
+      comm.barrier(stream);  // its kernel waits for that of rank 0
       others_wait = true;
     } else {
       while (!others_wait) std::this_thread::yield();
@@ -544,7 +545,7 @@ TEST_CASE("an abort lets the kernels of all ranks go, also of parts") {
     part.barrier(stream);
     part.synchronize(stream);
     if (comm.rank() == 0) {
-      part.barrier(stream);  // alone
+      part.barrier(stream);  // the only rank to call it
       part.synchronize(stream);
     } else {
       std::this_thread::sleep_for(300ms);
@@ -575,7 +576,7 @@ TEST_CASE("what NCCL has aborted is not taken as done") {
     if (comm.rank() == 0) {
       std::string failure;
       try {
-        // NCCL connects the two first, but the other is away.
+        // NCCL first connects the two ranks, but the other rank is absent.
         comm.send(data.data(), static_cast<std::int64_t>(data.size_bytes()), 1, stream);
         comm.synchronize(stream);
       } catch (const Error& error) {
@@ -584,9 +585,9 @@ TEST_CASE("what NCCL has aborted is not taken as done") {
       require(failure.find("send") != std::string::npos, "the send ended with: ", failure);
       while (!has_waited) std::this_thread::sleep_for(10ms);
     } else {
-      comm.all_reduce(data.data(), data.data(), kCount, DType::f32, stream);  // alone
+      comm.all_reduce(data.data(), data.data(), kCount, DType::f32, stream);  // the only rank to call it
       std::this_thread::sleep_for(6s);
-      helix::cuda::synchronize(stream);  // NCCL has let it go
+      helix::cuda::synchronize(stream);  // NCCL has released it
       try {
         comm.synchronize(stream);
       } catch (...) {
@@ -693,7 +694,7 @@ TEST_CASE("ranks of one group allocate and free while those of another queue ker
     PeerComm part = comm.split(comm.rank() % 2, comm.rank());
     const Stream stream = Stream::create();
     if (comm.rank() % 2 == 0) {
-      const std::shared_ptr<void> end(nullptr, [&](void*) { --at_work; });  // of a failure too
+      const std::shared_ptr<void> end(nullptr, [&](void*) { --at_work; });  // also counts threads that fail
       const Buffer data(1024);
       for (int i = 0; i < kCalls; ++i) part.all_gather(data.data(), data.data() + 512, 128, stream);
     } else {

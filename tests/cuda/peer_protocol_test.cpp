@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks say to each other over peer memory holds however many messages there have been, tells calls
-// apart that are cut differently, and is never what a rank made that has stopped waiting.
+// The protocol between ranks over peer memory works after any number of messages, distinguishes calls that
+// are divided differently, and never uses data from a rank that has stopped waiting.
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -41,7 +41,7 @@ using helix::test::run_ranks_or_throw;
 
 namespace {
 
-/// One rank's sums with residual and norm of rows of ones.
+/// One rank's sums, with residual and norm, of rows of ones.
 struct Sums {
   PeerBackend<bf16> backend;
   Stream stream;
@@ -63,7 +63,7 @@ struct Sums {
     return on_device(std::vector<bf16>(static_cast<std::size_t>(count), bf16(1.0f)));
   }
 
-  /// `skipped`: elements between the buffer's begin and the partial's.
+  /// `skipped` is the number of elements before the partial in its buffer.
   void queue(std::int64_t skipped = 0) {
     const auto view = [&](const Buffer& buffer, std::int64_t first) {
       return helix::TensorView<bf16, 2>(reinterpret_cast<bf16*>(buffer.data()) + first, {rows, width});
@@ -76,8 +76,8 @@ struct Sums {
                        stream);
   }
 
-  /// Of the partial [steps, rows, width], at most what it was made for, one value a step; of the residual
-  /// zeros.
+  /// Sets the partial [steps, rows, width], at most the size it was created for, to one value per step, and
+  /// the residual to zeros.
   template <class ValueOf>
   void set_partial(int steps, const ValueOf& value_of) {
     std::vector<bf16> values;
@@ -95,7 +95,7 @@ struct Sums {
   }
 };
 
-/// Sets the number of messages so far between all ranks of the group, in every block. All ranks.
+/// Sets the count of earlier messages between all ranks of the group, in every block. All ranks must call it.
 void set_counts(const PeerBackend<bf16>& backend, std::uint32_t count, const Stream& stream) {
   backend.comms().stage->queue_kernel("set_counts", stream, [&](const helix::cuda::PeerChannel& channel) {
     const std::vector<std::uint32_t> counts(static_cast<std::size_t>(channel.channels * channel.waits.size),
@@ -112,8 +112,8 @@ TEST_CASE("ranks go on after two and four thousand million messages") {
   const std::uint32_t count = GENERATE(0x7ffffffeu, 0x80000005u, 0xfffffffau, 0xfffffffdu);
   run_ranks_or_throw(make_group(2), [count](PeerComm& comm) {
     helix::cuda::use_device(device_of(comm));
-    Sums few(comm, 1, 512);     // sealed, which leaves the flags alone
-    Sums many(comm, 80, 8192);  // by flags
+    Sums few(comm, 1, 512);     // sealed lines, which do not touch the flags
+    Sums many(comm, 80, 8192);  // uses flags
     set_counts(few.backend, count, few.stream);
     comm.barrier(few.stream);
     few.backend.synchronize(few.stream);
@@ -122,7 +122,7 @@ TEST_CASE("ranks go on after two and four thousand million messages") {
       few.check_residual(static_cast<float>(1 + 2 * i));
       if (i % 3 == 0) comm.barrier(few.stream);
     }
-    few.backend.synchronize(few.stream);  // the next call is on another stream
+    few.backend.synchronize(few.stream);  // the next call uses another stream
     many.queue();
     many.check_residual(3.0f);
   });
@@ -152,7 +152,7 @@ TEST_CASE("sums find nothing that was left in their slots by others") {
         };
         if (round == 1) {
           const Graph graph = Graph::capture(sums.stream, queue_all);
-          comm.barrier(sums.stream);  // a capture takes memory, which waits for replays on the same GPU
+          comm.barrier(sums.stream);  // a capture allocates memory, which waits for replays on the same GPU
           sums.backend.synchronize(sums.stream);
           graph.replay(sums.stream);
         } else {
@@ -222,9 +222,9 @@ TEST_CASE("a rank that has given up sends nothing more") {
       sums.queue();
       sums.queue();
     });
-    if (comm.rank() == 1) std::this_thread::sleep_for(3s);  // rank 0 waits in the first sum until then
+    if (comm.rank() == 1) std::this_thread::sleep_for(3s);  // rank 0 waits in the first sum meanwhile
     graph.replay(sums.stream);
-    if (comm.rank() == 0) std::this_thread::sleep_for(5s);  // and does not look what became of it
+    if (comm.rank() == 0) std::this_thread::sleep_for(5s);  // and does not look at the result
     sums.backend.synchronize(sums.stream);
   });
   INFO(outcomes.all_messages());

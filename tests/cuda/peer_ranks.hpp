@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks over the memory of peers, threads that may share a GPU, and what they bring to it.
+// Ranks over peer memory, as threads that may share a GPU, and their data.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace helix::test {
 
-/// Ranks on as many GPUs as there are.
+/// Ranks spread over the available GPUs.
 inline std::vector<cuda::PeerComm> make_group(int size,
                                               std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
   const int devices = std::min(size, cuda::device_count());
@@ -51,7 +51,7 @@ std::vector<T> on_host(const PeerBackend<T>& backend, const cuda::Buffer& buffer
   return values;
 }
 
-/// Values of any rank, so that each knows what the others bring.
+/// Values of any rank, so that each rank knows the inputs of the others.
 template <class T>
 std::vector<T> random_values(std::int64_t count, unsigned seed) {
   std::vector<T> values(static_cast<std::size_t>(count));
@@ -63,8 +63,8 @@ std::vector<T> random_values(std::int64_t count, unsigned seed) {
   return values;
 }
 
-/// Replays a captured step 50 times, the ranks now and then one behind the other; calls check(replay) behind
-/// some of them. All ranks of the group.
+/// Replays a captured step 50 times; from time to time the ranks start one after another. Calls check(replay)
+/// after some of the replays. All ranks of the group must call it.
 template <class T, class Check>
 void replay_apart(PeerBackend<T>& backend, const cuda::Graph& graph, const cuda::Stream& stream,
                   const Check& check) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exchange of partials and reduce_norm through the memory of peers: right against sums in double, equal
-// on all ranks, replayed with odd numbers of exchanges, and a rank out of step is named.
+// The exchange of partials and reduce_norm through peer memory: compared with sums in double, equal on all
+// ranks, replayed with odd numbers of exchanges, and a rank that is out of step is named.
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -48,11 +48,11 @@ namespace {
 
 struct ExchangeCase {
   std::int64_t tokens;
-  std::int64_t heads;  // of all ranks of the group
+  std::int64_t heads;  // total over all ranks of the group
   std::int64_t dim;
 };
 
-/// log-sum-exps of a rank; -inf for an empty shard, whose outputs are NaN.
+/// The log-sum-exps of a rank; -inf for an empty shard, whose outputs are NaN.
 std::vector<float> lse_of(int rank, const ExchangeCase& c, unsigned step) {
   std::vector<float> lse =
       random_values<float>(c.tokens * c.heads, 1000u * step + 7u * static_cast<unsigned>(rank));
@@ -72,7 +72,7 @@ std::vector<T> out_of(int rank, const ExchangeCase& c, unsigned step) {
   return out;
 }
 
-/// What rank `rank` must combine: [tokens, heads / size, dim].
+/// The expected combined result of rank `rank`: [tokens, heads / size, dim].
 template <class T>
 void check_combined(const std::vector<T>& got, int rank, int size, const ExchangeCase& c, unsigned step) {
   std::vector<std::vector<float>> lse;
@@ -113,7 +113,7 @@ struct Exchange {
   KvpAllToAll<PeerBackend<T>> all_to_all;
   std::vector<Buffer> out, lse;
   Buffer positions;
-  std::int64_t shift;  // elements to what is combined: not aligned to more than one
+  std::int64_t shift;  // offset of the result in elements, so that it is aligned to only one element
   Buffer combined;
 
   Exchange(PeerBackend<T>& of, const ExchangeCase& c, std::int64_t max_tokens, bool has_lines)
@@ -142,7 +142,7 @@ struct Exchange {
             {shape.tokens, shape.heads / backend.comms().kvp->size(), shape.dim}};
   }
 
-  /// Writes the partials of `step` where attention would, and combines.
+  /// Writes the partials of `step` as attention would, and combines them.
   void queue(unsigned step, const Stream& stream) {
     const auto messages = all_to_all.outgoing({.tokens = shape.tokens},
                                               reinterpret_cast<const std::int64_t*>(positions.data()));
@@ -171,7 +171,7 @@ TEMPLATE_TEST_CASE("partials combine exactly through the memory of peers", "", b
     helix::cuda::use_device(device_of(comm));
     PeerBackend<TestType> backend(comm, comm.split(0, comm.rank()), device_of(comm));
     const Stream stream = backend.create_stream();
-    // Rows of 7 are no whole lines, and the last step has too many bytes for them.
+    // Rows of 7 do not fill whole lines, and the last step has too many bytes for lines.
     for (const auto& [c, can_be_lines] : {std::pair{ExchangeCase{1, 2 * size, 128}, true},
                                           {ExchangeCase{3, size, 7}, false},
                                           {ExchangeCase{9, 3 * size, 12}, true},
@@ -249,7 +249,7 @@ TEMPLATE_TEST_CASE("reduce_norm over windows equals the norm of the sum with equ
     struct Shape {
       std::int64_t rows, width;
     };
-    // In two shots: the last two, and of 8 ranks 9 rows of 16384.
+    // The last two take two shots, and with 8 ranks so do 9 rows of 16384.
     for (const Shape& s : {Shape{1, 64},
                            {1, 2048},
                            {2, 4096},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare_latent on a GPU beside its operations one after the other: the same bits, in one kernel where it is
-// said to be one.
+// prepare_latent on a GPU compared with its operations one after another: the same bits, and one kernel
+// exactly where that is promised.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -27,12 +27,12 @@ struct LatentCase {
   std::int64_t columns = 512;
   std::int64_t rope = 64;
   std::int64_t pad = 0;    // elements between latents
-  std::int64_t kvp = 1;    // ranks, whose chunks are of 3 tokens
-  DType kv = DType::bf16;  // scaled where it is e4m3
+  std::int64_t kvp = 1;    // number of ranks, with chunks of 3 tokens
+  DType kv = DType::bf16;  // with scales if it is e4m3
   bool is_interleaved = false;
 };
 
-/// A call of prepare_latent, to be made in several ways.
+/// One call of prepare_latent that can be made in several ways.
 template <class T>
 class LatentCall {
  public:
@@ -55,13 +55,14 @@ class LatentCall {
     pages_ = upload(pages);
   }
 
-  /// Latents, queries and pages after `queue(operators, args, stream)`, over bytes that nothing writes.
+  /// Latents, queries and pages after `queue(operators, args, stream)`; bytes that it must not write are
+  /// preset.
   template <class Queue>
   std::vector<std::byte> run(const Queue& queue) {
     return with_memory([&](const PrepareLatentArgs<T>& args) { queue(operators_, args, stream_); });
   }
 
-  /// Kernels that `queue` queues.
+  /// Number of kernels that `queue` queues.
   template <class Queue>
   std::size_t count(const Queue& queue) {
     std::size_t nodes = 0;
@@ -148,7 +149,7 @@ class LatentCall {
   const std::int32_t* pages_;
 };
 
-/// Checks the bits of both ways, and that all is one kernel if and only if `is_one`.
+/// Checks that both ways give the same bits, and that one kernel does everything if and only if `is_one`.
 template <class T>
 void check(const LatentCase& of, bool is_one) {
   CAPTURE(of.tokens.positions, of.tokens.sequences, of.heads, of.columns, of.rope, of.pad, of.kvp,
@@ -183,7 +184,7 @@ TEMPLATE_TEST_CASE("prepare_latent on a GPU is one kernel with the bits of four"
         of.heads = 1;
         of.pad = 8;
         check<TestType>(of, true);
-        of.columns = 768;  // as many as a block has threads for, and other pairs
+        of.columns = 768;  // as many columns as a block has threads for, with other pairs
         of.rope = 24;
         of.heads = 19;
         check<TestType>(of, true);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A job of processes that a test starts: this program again, once a rank.
+// A job of processes started by a test: this program again, once per rank.
 #pragma once
 
 #include <csignal>
@@ -44,7 +44,7 @@ inline std::vector<pid_t> start_job(int size, const std::string& job) {
   return ranks;
 }
 
-/// Their exit codes, or 128 and the signal that ended them.
+/// The exit codes of the processes, or 128 plus the signal that ended them.
 inline std::vector<int> wait_for_job(const std::vector<pid_t>& ranks) {
   std::vector<int> codes;
   for (const pid_t rank : ranks) {

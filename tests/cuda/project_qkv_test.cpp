@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// project_qkv on a GPU beside the product and prepare_qkv one after the other: the same bits, in one kernel
-// where it is said to be one.
+// project_qkv on a GPU compared with the product followed by prepare_qkv: the same bits, and one kernel
+// exactly where that is promised.
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -14,7 +14,7 @@
 namespace helix::test {
 namespace {
 
-/// Checks the bits of both ways, and that all is one kernel if and only if `is_one`.
+/// Checks that both ways give the same bits, and that one kernel does everything if and only if `is_one`.
 template <class T>
 void check(const QkvMachine<T>& machine, const QkvCase& of, bool is_one) {
   CAPTURE(of.tokens.positions, of.tokens.sequences, of.q_heads, of.kv_heads, of.dim, of.hidden, of.rotary,
@@ -50,13 +50,13 @@ TEMPLATE_TEST_CASE("project_qkv of few tokens on a GPU is one kernel with the bi
         check_both(of);
       }
     }
-    // Too short to hide the tail, but for what is read ahead.
+    // Too short to hide the tail unless weights are prefetched.
     check_both({.tokens = tokens, .hidden = 512, .kv = own, .follows_layer = true});
-    // Heads that tiles or blocks do not divide.
+    // Numbers of heads that tiles or blocks do not divide.
     check_both({.tokens = tokens, .dim = 96, .rotary = 96, .kv = own});
     check_both({.tokens = tokens, .q_heads = 3, .kv_heads = 1, .dim = 44, .rotary = 44, .kv = own});
     check_both({.tokens = tokens, .q_heads = 32, .kv_heads = 8, .hidden = 4096, .kv = own});
-    // More heads than blocks: of more than two rows, more pairs than a block of an SM prepares.
+    // More heads than blocks. With more than two rows, more pairs than one block per SM prepares.
     QkvCase many{.tokens = tokens, .q_heads = 128, .kv_heads = 8, .hidden = 1024, .kv = own};
     const bool is_one = has_kernel && tokens.positions.size() <= 2;
     check(machine, many, is_one);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A projection of q, k and v on a GPU, to be made in several ways that must give the same bits.
+// A projection of q, k and v on a GPU that can be made in several ways, which must give the same bits.
 #pragma once
 
 #include <algorithm>
@@ -17,13 +17,13 @@
 
 namespace helix::test {
 
-/// Tokens of a step: where they are, and how they fall to sequences.
+/// The tokens of a step: their positions, and the sequences that they belong to.
 struct QkvTokens {
-  std::vector<std::int64_t> positions;  // below 0 is padding
-  std::vector<std::int32_t> sequences;  // where their tokens begin, and the end
+  std::vector<std::int64_t> positions;  // negative: padding
+  std::vector<std::int32_t> sequences;  // first token of each sequence, and the end
 };
 
-/// A projection of the newest tokens of some sequences, wide enough for the one kernel.
+/// A projection of the newest tokens of some sequences, wide enough for the fused kernel.
 struct QkvCase {
   QkvTokens tokens{{7}, {0, 1}};
   std::int64_t q_heads = 8;
@@ -32,9 +32,9 @@ struct QkvCase {
   std::int64_t hidden = 6144;
   std::int64_t rotary = 128;
   std::int64_t pad = 0;  // elements between output rows
-  std::int64_t kvp = 1;  // ranks, whose chunks are of 3 tokens
+  std::int64_t kvp = 1;  // number of ranks, with chunks of 3 tokens
   int kvp_rank = 0;
-  DType kv = DType::bf16;  // scaled where it is e4m3
+  DType kv = DType::bf16;  // with scales if it is e4m3
   bool is_interleaved = false;
   bool is_token_major = false;
   bool has_bias = false;
@@ -42,7 +42,7 @@ struct QkvCase {
   bool follows_layer = false;
 };
 
-/// One to 16 tokens: of as many sequences, several of one, padding, sequences without any.
+/// One to 16 tokens: of as many sequences, several of one sequence, padding, and sequences without tokens.
 inline std::vector<QkvTokens> qkv_tokens() {
   return {{{7}, {0, 1}},
           {{11, 2}, {0, 1, 2}},
@@ -54,18 +54,18 @@ inline std::vector<QkvTokens> qkv_tokens() {
           {{0, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3, 4, 8, 9, 10, 11}, {0, 4, 8, 12, 16}}};
 }
 
-/// More than the kernel takes.
+/// More tokens than the kernel takes.
 inline QkvTokens qkv_tokens_beyond() {
   return {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5}, {0, 11, 17}};
 }
 
-/// What project_qkv is to do: the product, then prepare_qkv.
+/// The reference for project_qkv: the product, then prepare_qkv.
 inline constexpr auto qkv_in_turn = [](const auto& by, const auto& args, cuda::Stream stream) {
   by.linear(args.linear, stream);
   by.prepare_qkv(args.prepare, stream);
 };
 
-/// The same on all ranks.
+/// Equal on all ranks.
 template <class T>
 std::vector<T> qkv_elements(std::int64_t count, float spread) {
   std::mt19937 random(5);
@@ -74,7 +74,7 @@ std::vector<T> qkv_elements(std::int64_t count, float spread) {
   return values;
 }
 
-/// Operators, and weights that all cases share.
+/// Operators, and the weights that all cases share.
 template <class T>
 struct QkvMachine {
   cuda::Operators<T> operators;
@@ -128,7 +128,8 @@ class QkvProjection {
     pages_ = upload(pages);
   }
 
-  /// The output rows and the pages after `queue(operators, args, stream)`, over bytes that nothing writes.
+  /// The output rows and the pages after `queue(operators, args, stream)`; bytes that it must not write are
+  /// preset.
   template <class Queue>
   std::vector<std::byte> run(const Queue& queue) {
     const std::size_t out_bytes = at(num_tokens() * row()) * sizeof(T);
@@ -140,13 +141,13 @@ class QkvProjection {
     return bytes;
   }
 
-  /// Kernels that `queue` queues.
+  /// Number of kernels that `queue` queues.
   template <class Queue>
   std::size_t count(const Queue& queue) {
     const std::size_t out_bytes = at(num_tokens() * row()) * sizeof(T);
     std::byte* memory = upload(std::vector<std::byte>(out_bytes + pool_bytes()));
     const ProjectQkvArgs<T> all = args(reinterpret_cast<T*>(memory), memory + out_bytes);
-    queue(operators_, all, stream_);  // the library makes its workspace before a capture
+    queue(operators_, all, stream_);  // makes the library create its workspace before the capture
     const cuda::Graph graph = cuda::Graph::capture(stream_, [&] { queue(operators_, all, stream_); });
     operators_.synchronize(stream_);
     memory_.pop_back();
@@ -166,7 +167,7 @@ class QkvProjection {
                : KvFormat::head_major(case_.kv, case_.kv_heads, case_.dim, case_.dim, kPageTokens);
   }
 
-  /// Of keys, or of keys and values where they lie in one.
+  /// Size of the pool of keys, or of keys and values if they share one.
   std::size_t one_pool_bytes() const {
     return at(kPages * kv_format().page_elements() * kv_format().element_bytes());
   }

@@ -19,7 +19,7 @@
 namespace helix::test {
 namespace {
 
-/// Nothing can be thrown in a GPU's queue.
+/// Faults cannot be thrown in a GPU's queue.
 struct SharedGpu {
   using Comm = cuda::LocalComm;
   static constexpr std::chrono::milliseconds kDeadline{1000};
@@ -35,11 +35,11 @@ struct SharedGpu {
   }
 };
 
-/// NCCL does not compare sizes, so there is no mismatch. An injection takes 4.4 s on two GPUs: groups are
-/// made anew.
+/// NCCL does not compare sizes, so there is no mismatch fault. An injection takes 4.4 s on two GPUs, because
+/// the groups are created anew.
 struct OneGpuEach {
   using Comm = cuda::NcclComm;
-  static constexpr std::chrono::milliseconds kDeadline{2000};  // in which ranks also connect to each other
+  static constexpr std::chrono::milliseconds kDeadline{2000};  // includes the time for ranks to connect
   static constexpr std::array kFaults = {Fault::host_exception, Fault::no_memory, Fault::host_stop,
                                          Fault::skip};
 
@@ -54,8 +54,9 @@ struct OneGpuEach {
   }
 };
 
-/// Kernels wait for those of other ranks. Sizes that differ are found where the messages meet, after a byte
-/// may have been read past a buffer: no mismatch. `kShares`: whether all ranks are on one GPU.
+/// The kernels of the ranks wait for each other. There is no mismatch fault: different sizes are found only
+/// where the messages meet, after a byte past a buffer may have been read. `kShares` says whether all ranks
+/// use one GPU.
 template <bool kShares>
 struct OverPeerMemory {
   using Comm = cuda::PeerComm;

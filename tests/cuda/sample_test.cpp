@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampling on a GPU against sampling on the CPU.
+// Sampling on a GPU compared with sampling on the CPU.
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// helix-decode --serve on GPUs: the golden texts of the trained models, in f32 token by token, in 16 bits
-// wherever the reference is sure.
+// helix-decode --serve on GPUs: the golden texts of the trained models, token by token in f32, and in 16 bits
+// wherever the reference has a clear margin.
 #include <cstddef>
 #include <fstream>
 #include <map>
@@ -24,11 +24,12 @@ using decode::GenerationRequest;
 using decode::LaunchOptions;
 using decode::TokenIds;
 
-/// Logits of the two likeliest tokens that lie closer may change places in 16 bits: at a margin of 0.1 some
-/// do. Of about 390 tokens a model above it, f16 changes none of llama-wordnet and one of deepseek-wordnet
-/// (margin 0.11, where the scores of two groups of experts differ by 1.7e-5), bf16 up to 5 of llama-wordnet
-/// (margins to 0.35) and one of the other. So does transformers (5.23 on a CPU, 448 tokens a model,
-/// teacher-forced): f16 none and that one, bf16 four (margins to 0.41) and one.
+/// Margin between the two largest logits below which 16 bits may swap them; even at 0.1 some swap. Of about
+/// 390 tokens per model above this margin, f16 changes none of llama-wordnet and one of deepseek-wordnet
+/// (margin 0.11, where the scores of two groups of experts differ by 1.7e-5); bf16 changes up to 5 of
+/// llama-wordnet (margins up to 0.35) and one of deepseek-wordnet. transformers behaves alike (5.23 on a CPU,
+/// 448 tokens per model, teacher-forced): f16 changes none and the same one, bf16 four (margins up to 0.41)
+/// and one.
 constexpr double kCloseMargin = 0.1;
 constexpr double kSureMargin = 0.5;
 constexpr int kMaxOthers = 6;
@@ -80,8 +81,8 @@ void check_exact(const std::string& name, const TopologySpec& spec, const Launch
   client.finish();
 }
 
-/// The next token after each beginning of the golden text: the reference's wherever it is sure, and nearly
-/// always where the margin is not close.
+/// Generates the next token after each prefix of the golden text. It must be the reference's token wherever
+/// the reference is sure, and almost always where the margin is not close.
 void check_16_bits(const std::string& name, const TopologySpec& spec, DType dtype, LaunchOptions launch) {
   const ReferenceModel model(name);
   launch.activation = dtype;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// project_qkv over windows: each rank multiplies its share of the heads, and all have the bits that each
-// would have alone.
+// project_qkv over windows: each rank multiplies its share of the heads, and all ranks get the bits that each
+// would compute alone.
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -25,7 +25,7 @@ using Catch::Matchers::Contains;
 namespace helix::test {
 namespace {
 
-/// Queues the kernel of shared heads, which must be there.
+/// Queues the kernel for shared heads, which must exist.
 auto shared_over(const cuda::PeerComm& comm) {
   return [&comm](const auto& by, const auto& args, cuda::Stream stream) {
     contract::require(comm.queue_kernel("project_qkv", stream,
@@ -36,8 +36,8 @@ auto shared_over(const cuda::PeerComm& comm) {
   };
 }
 
-/// Cases of `size` ranks, of which this is number `rank`: 48 and 36 heads. There is a kernel for each also
-/// where all ranks share one GPU, and so its blocks.
+/// The cases of rank `rank` of `size` ranks: 48 and 36 heads. Each has a kernel even if all ranks share one
+/// GPU and therefore its blocks.
 std::vector<QkvCase> cases_of(int rank, int size, DType own) {
   std::vector<QkvCase> all;
   for (const QkvTokens& tokens : qkv_tokens()) {
@@ -56,7 +56,7 @@ std::vector<QkvCase> cases_of(int rank, int size, DType own) {
       all.back().pad = 8;
       all.back().is_interleaved = all.back().is_token_major = all.back().has_bias = true;
     }
-    all.push_back(plain);  // heads that tiles do not divide, and one of keys, which some rank has not
+    all.push_back(plain);  // heads that tiles do not divide, and one key head, which some ranks do not have
     all.back().q_heads = 34;
     all.back().kv_heads = 1;
     all.back().dim = all.back().rotary = 88;
@@ -101,7 +101,7 @@ TEST_CASE("project_qkv of a backend over windows takes what heads are not shared
                         other.hidden, ": other bits than in turn");
     };
     check(of);
-    of.hidden = 1024;  // so few bytes that waiting for a peer takes longer
+    of.hidden = 1024;  // so few bytes that waiting for a peer would take longer
     check(of);
     of.hidden = 4096;
     of.tokens = qkv_tokens_beyond();

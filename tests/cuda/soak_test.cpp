@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A million decode steps on GPUs, replayed where ranks have a GPU each or windows of their own.
+// A million decode steps on GPUs, replayed if each rank has a GPU or windows of its own.
 #include "faults/soak.hpp"
 
 #include <cstdint>
@@ -15,13 +15,14 @@ namespace helix::test {
 namespace {
 
 constexpr std::int64_t kTokensARound = 8000;
-constexpr std::int64_t kGrowthBytes = 8 << 20;  // of host and device memory: what driver and allocator keep
+// Of host and device memory: what driver and allocator may keep.
+constexpr std::int64_t kGrowthBytes = 8 << 20;
 
 std::int64_t host_and_device_bytes() {
   return ResidentMemory::now().all() + cuda::device_memory(0).total_bytes - cuda::device_memory(0).free_bytes;
 }
 
-/// Ranks over peer memory, all on one GPU or on one each.
+/// Ranks over peer memory, all on one GPU or with a GPU each.
 void soak_on_gpus(const TopologySpec& spec, const std::vector<int>& devices, int rounds) {
   using Backend = cuda::Backend<cuda::PeerComm, float>;
   soak<Backend>(

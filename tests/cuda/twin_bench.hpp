@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// TwinBench: the operations of 16-bit activations beside those of f32 on equal inputs. The f32 ones keep the
-// backend contract.
+// TwinBench: compares the operations of 16-bit activations with those of f32 on equal inputs. Other tests
+// check the f32 operations against the backend contract.
 #pragma once
 
 #include <algorithm>
@@ -24,33 +24,33 @@ namespace helix::test {
 
 inline constexpr std::array kWeightTypes{DType::f32, DType::f16, DType::bf16};
 
-/// Elements between rows: none, rows that stay aligned to 16 bytes, rows that do not.
+/// Elements between rows: none, rows that stay aligned to 16 bytes, rows that are not aligned.
 inline constexpr std::array<std::int64_t, 3> kPads{0, 8, 3};
 
 /// Two units in the last place of a number near the top of its binade.
 template <class T>
 constexpr double kTolerance = std::is_same_v<T, bf16> ? 2.0 / 256 : 2.0 / 2048;
 
-/// Two units of numbers too small for the precision of others: f16 ends at 2^-24.
+/// Two units for numbers near zero, whose precision is lower: f16 ends at 2^-24.
 template <class T>
 constexpr double kSmallest = std::is_same_v<T, bf16> ? 0.0 : 0x1p-23;
 
-/// Names activations of a TwinBench.
+/// Identifies activations of a TwinBench.
 struct Activations {
   std::size_t index = 0;
 };
-/// Names another of its arrays.
+/// Identifies another array of a TwinBench.
 template <class X>
 struct Array {
   std::size_t index = 0;
 };
 
-/// The operations of T and of f32 side by side. Activations exist twice, with the same values; other arrays
-/// as equal bytes.
+/// The operations of T and of f32 side by side. Each activation array exists twice with equal values; other
+/// arrays exist twice with equal bytes.
 template <class T>
 class TwinBench {
  public:
-  /// Resolves arrays to device pointers of the side whose activations are E.
+  /// Resolves arrays to device pointers of the side whose activation type is E.
   template <class E>
   class Side {
    public:
@@ -64,12 +64,12 @@ class TwinBench {
     WeightView weight(Array<std::uint8_t> array, DType dtype, std::int64_t rows, std::int64_t cols) const {
       return {pointers_[array.index], dtype, rows, cols};
     }
-    /// Two dimensions, `pad` elements between rows.
+    /// A two-dimensional view with `pad` elements between rows.
     TensorView<E, 2> view(Activations array, std::int64_t rows, std::int64_t cols,
                           std::int64_t pad = 0) const {
       return {(*this)(array), {rows, cols}, {cols + pad, 1}};
     }
-    /// Three dimensions, `pad` elements between the rows of heads.
+    /// A three-dimensional view with `pad` elements between the rows of heads.
     TensorView<E, 3> view(Activations array, std::int64_t tokens, std::int64_t heads, std::int64_t cols,
                           std::int64_t pad) const {
       return {(*this)(array), {tokens, heads, cols}, {heads * (cols + pad), cols + pad, 1}};
@@ -88,7 +88,7 @@ class TwinBench {
   /// Forgets all arrays.
   void clear() { entries_.clear(); }
 
-  /// Activations: rows of `width` elements. Rounded to T on both sides.
+  /// Creates activations: rows of `width` elements, rounded to T on both sides.
   Activations activations(std::vector<float> values, std::int64_t width) {
     Entry entry;
     entry.width = std::max<std::int64_t>(1, width);
@@ -105,11 +105,12 @@ class TwinBench {
   Activations random(std::int64_t rows, std::int64_t width, double spread = 1.0) {
     return activations(numbers(rows * width, spread), width);
   }
-  /// What must be written, or left as it is.
+  /// Creates activations of NaN, which must be written or left unchanged.
   Activations poison(std::int64_t rows, std::int64_t width) {
     return activations(std::vector<float>(at(rows * width), std::nanf("")), width);
   }
-  /// Equal bytes on both sides. Afterwards floats may differ by 1e-5 of the largest, others not at all.
+  /// Creates arrays with equal bytes on both sides. Afterwards floats may differ by 1e-5 of the largest;
+  /// other types must be equal.
   template <class X>
   Array<X> same(const std::vector<X>& values) {
     Entry entry;
@@ -137,8 +138,8 @@ class TwinBench {
     return values;
   }
 
-  /// Runs use(operators, side, stream) on both sides and describes the first difference between them;
-  /// empty if there is none. Arrays are as before afterwards.
+  /// Runs use(operators, side, stream) on both sides and describes the first difference between them; empty
+  /// if there is none. Restores the arrays afterwards.
   template <class Use>
   std::string difference(const Use& use) {
     const auto narrow = run(narrow_, &Entry::narrow, use);
@@ -155,7 +156,7 @@ class TwinBench {
   using Bytes = std::vector<std::uint8_t>;
 
   struct Entry {
-    std::int64_t width = 0;  // of activations; 0: of equal bytes
+    std::int64_t width = 0;  // row width of activations; 0 for arrays of equal bytes
     bool is_float = false;
     Bytes narrow;
     Bytes wide;
@@ -233,12 +234,12 @@ class TwinBench {
   std::deque<Entry> entries_;
 };
 
-/// The type of activations on a Side.
+/// The activation type of a Side.
 template <class Side>
 using ElementOf = typename std::remove_cvref_t<Side>::Element;
 
-/// Runs the statements, which name operators, side and stream, and checks that both sides agree. E is the
-/// side's type of activations.
+/// Runs the statements, which refer to `operators`, `side` and `stream`, and checks that both sides agree. E
+/// is the side's activation type.
 #define HELIX_CHECK_TWINS(bench, ...)                                                   \
   CHECK((bench).difference([&](auto& operators, const auto& side, const auto& stream) { \
     using E [[maybe_unused]] = ElementOf<decltype(side)>;                               \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention that writes into the memory of peers, in one call or several, and what its peers combine.
+// Attention that writes into peer memory, in one call or several, and the results that its peers combine.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -50,16 +50,16 @@ using helix::test::run_ranks_or_throw;
 
 namespace {
 
-/// Sequences of one length over a cache of random values.
+/// Sequences of equal length over a cache of random values.
 struct AttentionShape {
   std::int64_t kv_heads;
-  std::int64_t group;  // query heads a KV head
-  std::int64_t dim;    // 576: latents
+  std::int64_t group;  // query heads per KV head
+  std::int64_t dim;    // 576 for latents
   std::int64_t sequences;
-  std::int64_t queries;  // tokens of the step, a sequence
-  std::int64_t length;   // tokens of a sequence, those of the step included
+  std::int64_t queries;  // tokens of the step, per sequence
+  std::int64_t length;   // tokens of a sequence, including those of the step
   std::int64_t chunk = 16;
-  std::int64_t idle = 0;  // sequences without a token, behind the others
+  std::int64_t idle = 0;  // sequences without a token, after the others
   KernelTarget target = KernelTarget::this_gpu;
 
   std::int64_t tokens() const { return sequences * queries; }
@@ -67,8 +67,8 @@ struct AttentionShape {
   std::int64_t value_dim() const { return dim == 576 ? 512 : dim; }
 };
 
-/// One rank's attention and exchange. What attention writes into the peers' memory must combine to the bits
-/// of partials of the same kernels that were pushed there.
+/// One rank's attention and exchange. Attention that writes into the peers' memory must combine to the same
+/// bits as partials of the same kernels that are copied there.
 template <class T>
 struct AttentionExchange {
   static constexpr std::int64_t kPageTokens = 16;
@@ -76,7 +76,7 @@ struct AttentionExchange {
   PeerBackend<T>& backend;
   AttentionShape shape;
   KvpAllToAll<PeerBackend<T>> all_to_all;
-  std::int64_t pages;  // of a sequence
+  std::int64_t pages;  // per sequence
   KvFormat format;
   std::vector<std::int32_t> offsets_host;
   Buffer pool, q, page_table, offsets, slots, positions, workspace, out, lse, combined;
@@ -122,7 +122,7 @@ struct AttentionExchange {
     return reinterpret_cast<U*>(buffer.data());
   }
   TensorView<T, 3> result() { return result_in(combined, 0); }
-  /// A result `begin` elements behind the beginning of `memory`.
+  /// A result that begins `begin` elements into `memory`.
   TensorView<T, 3> result_in(const Buffer& memory, std::int64_t begin) {
     return {data_of<T>(memory) + begin,
             {shape.tokens(), shape.heads() / backend.comms().kvp->size(), shape.value_dim()}};
@@ -153,12 +153,12 @@ struct AttentionExchange {
   void combine(const Buffer& at, const Stream& stream) {
     all_to_all.exchange_and_combine(messages(at), nullptr, result(), stream);
   }
-  /// Attention straight into the peers' memory, and the combine.
+  /// Queues attention that writes directly into the peers' memory, and the combine.
   void queue(const Stream& stream) {
     attend(batch(), messages(positions).target, stream);
     combine(positions, stream);
   }
-  /// Attention into this rank's memory, and a copy to the peers'.
+  /// Queues attention that writes into this rank's memory, and a copy to the peers' memory.
   void push(const Stream& stream) {
     const TensorView<T, 3> local_out(data_of<T>(out), {shape.tokens(), shape.heads(), shape.value_dim()});
     const TensorView<float, 2> local_lse(data_of<float>(lse), {shape.tokens(), shape.heads()});
@@ -170,7 +170,7 @@ struct AttentionExchange {
                          stream);
   }
 
-  /// Whether the headers of the exchange that is under way have left.
+  /// Whether the headers of the exchange in progress have been sent.
   bool are_headers_sent(const Stream& stream) {
     const helix::WindowExchangeArgs at = messages(positions).target.exchange;
     std::uint64_t exchanges = 0;
@@ -189,8 +189,8 @@ struct AttentionExchange {
   }
 };
 
-/// Decode steps of one launch, of several, of a cluster and of many splits, an idle sequence behind the last
-/// launch, prompts and drafts, latents and the combine behind them, and all that other GPUs run.
+/// Decode steps of one launch, of several, of a cluster and of many splits; an idle sequence after the last
+/// launch; prompts and drafts; latents and the combine after them; and all kernels that other GPUs run.
 std::vector<AttentionShape> attention_shapes() {
   std::vector<AttentionShape> shapes{
       {.kv_heads = 2, .group = 4, .dim = 128, .sequences = 3, .queries = 1, .length = 700},
@@ -247,7 +247,8 @@ TEMPLATE_TEST_CASE("what attention writes to peers combines to the bits of what 
   });
 }
 
-// As an engine's allocator, which hands out memory again once its last use is queued. The first rows go where
+// The allocator behaves like an engine's, which hands out memory again as soon as its last use is queued. The
+// first rows are written where the last ones are read.
 // the last ones are read.
 TEST_CASE("a combine may write where the attention ahead of it reads and works") {
   HELIX_REQUIRE_GPUS(1);

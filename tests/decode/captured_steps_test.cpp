@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode steps that are captured, whose inputs the device makes, and that are queued one ahead: over a CPU
-// backend that can all of that.
+// Decode steps that are captured, whose inputs the device prepares, and that are queued one step ahead, over
+// a CPU backend that supports all of this.
 #include "model/captured_steps.hpp"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ namespace {
 using decode::GenerationRequest;
 using decode::GenerationResult;
 
-/// Threads as ranks, each of which captures alone.
+/// Threads as ranks; each rank captures a graph of its own.
 struct CapturableComm : cpu::LocalComm {
   static constexpr bool kCapturesAlone = true;
 
@@ -35,8 +35,8 @@ struct CapturableComm : cpu::LocalComm {
   CapturableComm split(int color, int key) { return CapturableComm(LocalComm::split(color, key)); }
 };
 
-/// The CPU backend with captured steps: what a replay queues is what the capture was given, which then finds
-/// the shapes of that time. Counts copies to the device and replays, of all ranks.
+/// The CPU backend with captured steps. A replay queues the function that was captured, which then uses the
+/// shapes of the capture. Counts uploads and replays of all ranks.
 class CapturableBackend : public cpu::Backend<CapturableComm> {
  public:
   class Graph {
@@ -67,7 +67,7 @@ class CapturableBackend : public cpu::Backend<CapturableComm> {
   static inline std::atomic<int> num_replays = 0;
 };
 
-/// The same, and what a step draws leaves while the next one runs.
+/// Like CapturableBackend, and a step's results can be downloaded while the next step runs.
 class DownloadingBackend : public CapturableBackend {
  public:
   using CapturableBackend::CapturableBackend;
@@ -108,12 +108,12 @@ GenerationResult run_capturable(const ReferenceModel& model, const Topology& top
       model.checkpoint, model.config, topo, request, {});
 }
 
-/// Steps that may be queued before the tokens of the one before are known, if sequences come to these lengths
-/// of at most `most` tokens, the first of which the prompt gives: where none of those in the step was seen to
-/// end, or would at `most`.
+/// Number of steps that may be queued before the tokens of the previous step are known, for sequences that
+/// end at `lengths`, of at most `most` tokens. The prompt gives the first token. A step can be queued ahead
+/// only if no sequence in it is known to have ended, or would end at `most`.
 int steps_ahead(std::vector<std::int64_t> lengths, std::int64_t most) {
   int count = 0;
-  std::int64_t known = 1;  // tokens that each sequence has, if it has so many
+  std::int64_t known = 1;  // tokens that each sequence has, unless it is shorter
   std::erase_if(lengths, [&](std::int64_t length) { return length <= known; });
   for (; !lengths.empty(); ++known) {
     const bool is_ahead =
@@ -124,7 +124,7 @@ int steps_ahead(std::vector<std::int64_t> lengths, std::int64_t most) {
   return count;
 }
 
-/// `tokens` up to the first `eos`, which stays.
+/// `tokens` up to and including the first `eos`.
 decode::TokenIds up_to(const decode::TokenIds& tokens, std::int64_t eos) {
   const auto end = std::ranges::find(tokens, eos);
   return {tokens.begin(), end == tokens.end() ? end : end + 1};
@@ -139,7 +139,7 @@ TEST_CASE("a step is captured at the second one of its own shape and replayed fr
   const std::vector<std::int32_t> longer{0, 2};
   const std::vector<decode::StepShape> shapes = {
       {one, 1, false}, {one, 1, true}, {two, 2, false}, {two, 1, false}, {longer, 1, false}};
-  // Each step's result is its number, so that a replayed one has that of the second of its shape.
+  // The result of a step is its number, so a replayed step has the result of the second step of its shape.
   int number = 0;
   const auto run = [&](const decode::StepShape& shape) {
     return steps.run(shape, {}, [result = number++] { return result; });
@@ -175,7 +175,7 @@ TEST_CASE("a new shape takes the place of one that has not come for long", "[qui
   CHECK(run(65));
   CHECK(run(1));
   CHECK(run(3));
-  CHECK_FALSE(run(2));  // in whose place 65 is
+  CHECK_FALSE(run(2));  // 65 has taken its place
 }
 
 TEST_CASE("replayed steps give the golden output, whatever shapes follow each other", "[quick]") {
@@ -190,10 +190,11 @@ TEST_CASE("replayed steps give the golden output, whatever shapes follow each ot
     const Topology topo(c.spec, model.config.shape);
     GenerationRequest request = golden_request(golden);
     request.page_tokens = 16;
-    request.prefill_tokens = 2;  // steps of equal shapes, which are queued all the same
+    request.prefill_tokens = 2;  // steps of equal shapes, which must still be queued
     request.draft_tokens = c.draft_tokens;
     if (c.draft_tokens > 1) {
-      // Every fifth draft is wrong, and those of one sequence end early: sequences end at different steps.
+      // Every fifth draft is wrong and the drafts of one sequence end early, so sequences end at different
+      // steps.
       request.teacher = drafts_partly_wrong(golden);
       request.teacher.front().resize(5);
     }
@@ -234,7 +235,7 @@ TEST_CASE("a decode step that feeds what was drawn copies only a grown page tabl
   request.teacher = model.golden().greedy;
   for (auto& tokens : request.teacher)
     for (std::int32_t& token : tokens) token = (token + 1) % 512;
-  CHECK(uploads_of_ten_steps() == 20);  // tokens and batch
+  CHECK(uploads_of_ten_steps() == 20);  // one for tokens, one for the batch
 }
 
 TEST_CASE("draws do not depend on whether the device or the host made a step's inputs", "[quick]") {
@@ -245,7 +246,7 @@ TEST_CASE("draws do not depend on whether the device or the host made a step's i
     request.sampling = {.temperature = 1.0f, .top_p = 0.9f, .seed = 5};
     request.ignore_eos = true;
     const GenerationResult by_device = run_capturable(model, topo, request);
-    // Steps of two tokens, all of them right, end two positions on: the host makes the next inputs.
+    // A step with two correct tokens ends two positions later, so the host prepares the next inputs.
     request.draft_tokens = 2;
     for (const auto& sequence : by_device.sequences) request.teacher.push_back(sequence.tokens);
     const GenerationResult by_host = run_capturable(model, topo, request);
@@ -272,7 +273,7 @@ TEST_CASE("steps queued before tokens are known give the same output, and none a
     CHECK(ahead.captured_steps == whole.captured_steps);
     CHECK(DownloadingBackend::num_downloads == (request.max_new_tokens - 2) * topo.world_size());
 
-    // Tokens of the middle end their sequences: at different steps, and one of them perhaps twice.
+    // Tokens from the middle end their sequences, at different steps, and a token may occur twice.
     request.ignore_eos = false;
     for (const decode::GeneratedSequence& sequence : whole.sequences) {
       model.config.eos_ids = {sequence.tokens[sequence.tokens.size() / 2]};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writing safetensors files and checkpoint directories, sound and broken ones, for tests.
+// Writes valid and broken safetensors files and checkpoint directories for tests.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ struct TensorContent {
   std::string data;
 };
 
-/// A sound file of `tensors`. `shift` bytes of padding in the header decide the alignment of the data.
+/// A valid file of `tensors`. `shift` bytes of padding in the header change the alignment of the data.
 inline std::string safetensors_of(const std::vector<TensorContent>& tensors, std::size_t shift = 0) {
   std::string header = "{\"__metadata__\":{\"format\":\"pt\"}";
   std::string data;
@@ -52,7 +52,7 @@ inline std::string safetensors_of(const std::vector<TensorContent>& tensors, std
   return safetensors_bytes(header, data);
 }
 
-/// safetensors_of() whose data begins `remainder` bytes behind a multiple of 64.
+/// Like safetensors_of(), with data that begins `remainder` bytes after a multiple of 64.
 inline std::string safetensors_at(std::size_t remainder, const std::vector<TensorContent>& tensors) {
   std::size_t data_bytes = 0;
   for (const TensorContent& tensor : tensors) data_bytes += tensor.data.size();
@@ -60,7 +60,7 @@ inline std::string safetensors_at(std::size_t remainder, const std::vector<Tenso
   return safetensors_of(tensors, (64 + remainder - header_bytes % 64) % 64);
 }
 
-/// The value that element (row, col) of tensor `name` is given: a small integer, exact in every format.
+/// The value of element (row, col) of tensor `name`: a small integer that is exact in every format.
 inline int element(std::string_view name, std::int64_t row, std::int64_t col) {
   std::uint64_t hash = 1469598103934665603u;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;

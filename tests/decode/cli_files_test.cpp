@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// helix-decode's output on disks and pipes that fail, and sizes beyond every limit: one line, no half file.
+// helix-decode with output to failing disks and pipes, and with sizes beyond every limit: it prints one line
+// and leaves no partial file.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -21,7 +22,7 @@ using Catch::Matchers::Contains;
 const std::string kModel = "--model " HELIX_TEST_DATA "/llama-tiny ";
 const std::string kRun = kModel + "--prompt-ids 1,2,3 --max-new-tokens 2 ";
 
-/// Runs a line of shell script in which $D is helix-decode.
+/// Runs a line of shell script; $D stands for helix-decode.
 Run run_script(const std::string& script) {
   return run_command("sh -c '" + replaced(script, "$D", HELIX_DECODE) + "'", 60);
 }
@@ -82,7 +83,7 @@ TEST_CASE("a server's standard streams may be closed or full", "[quick]") {
     CHECK(is_one_error(run));
     CHECK_THAT(run.output, Contains("standard output cannot be written: "));
   }
-  // A client that leaves is no error.
+  // A client that leaves is not an error.
   const Run left =
       run_script("{ $D " + kModel + "--serve --device cpu < /dev/null 2> /dev/null; echo $? >&2; } | true");
   CHECK(left.output == "0\n");
@@ -110,7 +111,7 @@ TEST_CASE("a report is whole or not there", "[quick]") {
   const std::string to_report = kRun + "--json " + report;
 
   SECTION("a full disk leaves what was there") {
-    // No block may be written: as on a full disk, write() fails.
+    // No block may be written: write() fails as on a full disk.
     const std::string full = "trap \"\" XFSZ; ulimit -f 0; $D " + to_report;
     const Run fresh = run_script(full);
     INFO(fresh.output);
@@ -150,7 +151,7 @@ TEST_CASE("a report is whole or not there", "[quick]") {
     CHECK_THAT(read_file(report),
                Contains("memory a rank") && Contains("tokens/s") && Contains("\"sequences\""));
     CHECK(is_one_error(run_script("$D " + kRun + "--json /dev/full")));
-    // A file that has been removed meanwhile has no name to be replaced under: its link must not be.
+    // A deleted file has no name under which it could be replaced, and its link must not be replaced.
     const std::string removed = "exec > " + report + "; rm " + report + "; $D " + kRun + "--json /dev/stdout";
     CHECK(run_script(removed).exit_code == 0);
     CHECK(std::filesystem::is_symlink("/dev/stdout"));

@@ -45,7 +45,7 @@ nlohmann::json short_report(const std::string& arguments, const std::string& pre
   return nlohmann::json::parse(read_file(report));
 }
 
-/// The golden prompts of llama-tiny as requests; their tokens come back as events, after "ready".
+/// Sends the golden prompts of llama-tiny as requests; the expected tokens come back as events after "ready".
 void check_serving(const std::string& options, const std::string& prefix) {
   const ReferenceModel model("llama-tiny");
   const Golden golden = model.golden();
@@ -58,7 +58,7 @@ void check_serving(const std::string& options, const std::string& prefix) {
                                {"ignore_eos", true}}
              << "\n";
   }
-  requests << "{\"id\":\"bad\",\"prompt\":[512]}";  // and no end of the line
+  requests << "{\"id\":\"bad\",\"prompt\":[512]}";  // without a line end
   requests.close();
   const std::string messages = (scratch / "messages").string();
   const Run run = run_command("sh -c '" + prefix + " " HELIX_DECODE " " + model_option("llama-tiny") +
@@ -216,7 +216,7 @@ TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "
   for (const auto& rank : json.at("memory").at("ranks")) {
     CHECK(rank.at("weights_bytes") > 0);
     CHECK(rank.at("weights_in_place_bytes") > 0);
-    CHECK(rank.at("weights_copied_bytes") > 0);  // columns of down_proj
+    CHECK(rank.at("weights_copied_bytes") > 0);  // the columns of down_proj
     CHECK(rank.at("weights_bytes").get<std::int64_t>() ==
           rank.at("weights_in_place_bytes").get<std::int64_t>() +
               rank.at("weights_copied_bytes").get<std::int64_t>());
@@ -248,9 +248,9 @@ TEST_CASE("a checkpoint that shrinks while it is used ends the program with one 
   for (const char* name : {"config.json", "model.safetensors"})
     std::filesystem::copy_file(data_directory() / "llama-tiny" / name, scratch / name);
   const std::string file = (scratch / "model.safetensors").string();
-  // Shrinks while it decodes: the plan is printed before the weights are loaded, in some milliseconds.
+  // The file shrinks during the run: the plan is printed some milliseconds before the weights are loaded.
   const std::string plan = (scratch / "plan").string();
-  std::string many_prompts;  // seconds of work, on a fast machine too
+  std::string many_prompts;  // seconds of work even on a fast machine
   for (int i = 0; i < 16; ++i) many_prompts += " --prompt-ids 1,2,3";
   const Run run = run_command("sh -c '" HELIX_DECODE " --model " + scratch.path().string() + many_prompts +
                               " --max-new-tokens 8000 --ignore-eos > " + plan + " & while ! test -s " + plan +
@@ -284,7 +284,7 @@ TEST_CASE("streams that nobody reads, and files beyond their limit, end no run b
   const ScratchDirectory scratch;
   const std::string pipe = (scratch / "pipe").string();
   const std::string report = (scratch / "report.json").string();
-  // 6 is a pipe whose reader has gone.
+  // Descriptor 6 is a pipe whose reader has gone.
   const std::string before = "mkfifo " + pipe + "; sleep 60 < " + pipe + " & exec 6> " + pipe +
                              "; kill $!; wait; " HELIX_DECODE " " + model_option("llama-tiny") +
                              "--prompt-ids 1,2,3 --max-new-tokens 2 ";
@@ -296,7 +296,7 @@ TEST_CASE("streams that nobody reads, and files beyond their limit, end no run b
     REQUIRE(at != std::string::npos);
     return std::stoi(run.output.substr(at + 7));
   };
-  CHECK(status_of("", "--dp 2 --json " + report + " 2>&6") == 0);  // a warning is lost
+  CHECK(status_of("", "--dp 2 --json " + report + " 2>&6") == 0);  // loses a warning
   CHECK(nlohmann::json::parse(read_file(report)).at("sequences").size() == 1);
   CHECK(status_of("", ">&6") == 1);
   CHECK(status_of("ulimit -f 0; ", "--json " + (scratch / "large.json").string()) == 1);
@@ -538,7 +538,7 @@ TEST_CASE("a bad configuration under mpirun ends all processes with one message"
 
 TEST_CASE("a killed process under mpirun ends the others", "[mpi]") {
   const auto start = std::chrono::steady_clock::now();
-  // One rank kills itself when it is about to start; the others wait for it in the first collective.
+  // One rank kills itself just before it starts; the others wait for it in the first collective.
   const Run run = run_decode(
       model_option("llama-tiny") + "--prompt-ids 1,2,3 --kvp 4", HELIX_MPIRUN
       " -n 4 sh -c 'test $OMPI_COMM_WORLD_RANK = 2 && { sleep 1; kill -9 $$; }; exec \"$@\"' rank");

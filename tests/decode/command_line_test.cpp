@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs' command lines have in common: counts, names that are nearly right, warnings' arithmetic.
+// What the programs' command lines share: counts, misspelt names, and the arithmetic of warnings.
 #include "cli/command_line.hpp"
 
 #include <cstdint>
@@ -47,7 +47,7 @@ TEST_CASE("counts are exact whole numbers, K, M and G powers of 1024", "[quick]"
       {"1.000", 1},
       {"10e0", 10},
       {"0e999999999999999999999", 0},
-      {"9007199254740993", 9007199254740993},  // no double is
+      {"9007199254740993", 9007199254740993},  // not representable as a double
       {"9223372036854775807", 9223372036854775807},
       {"-9223372036854775807", -9223372036854775807},
       {"8191.99993896484375P", -1},  // no suffix: refused below

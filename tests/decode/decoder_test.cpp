@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The decoder against transformers' outputs: every legal topology, and the options over them.
+// The decoder compared with transformers' outputs, under every legal topology and with many combinations of
+// options.
 #include <cstdlib>
 #include <map>
 #include <set>
@@ -18,7 +19,7 @@ using decode::GenerationRequest;
 using decode::GenerationResult;
 using decode::run_local;
 
-/// One choice of every option that must not change a token.
+/// One value for each option that must not change a token.
 struct Variant {
   std::size_t stage = 0;  // index into the legal stages
   std::int64_t chunk = 16;
@@ -29,7 +30,7 @@ struct Variant {
   int dp = 1;
 };
 
-/// All variants, of at most 16 ranks.
+/// All variants with at most 16 ranks.
 std::vector<Variant> all_variants(const std::vector<TopologySpec>& stages) {
   std::vector<Variant> all;
   for (std::size_t stage = 0; stage < stages.size(); ++stage)
@@ -45,7 +46,8 @@ std::vector<Variant> all_variants(const std::vector<TopologySpec>& stages) {
   return all;
 }
 
-/// A subset of `all` in which every pair of option values that occurs in `all` occurs: greedy, deterministic.
+/// A subset of `all` that contains every pair of option values that occurs in `all`. Greedy and
+/// deterministic.
 std::vector<Variant> pairwise(const std::vector<Variant>& all) {
   const auto pairs_of = [](const Variant& v) {
     const std::vector<std::int64_t> values = {static_cast<std::int64_t>(v.stage),
@@ -203,7 +205,7 @@ TEST_CASE("pairs of options of deepseek-v2-tiny give the golden output") {
   check_pairwise("deepseek-v2-tiny");
 }
 
-// Run by ./test.sh --full.
+// ./test.sh --full runs this test.
 TEST_CASE("the product of options of llama-tiny gives the golden output", "[.full]") {
   check_product("llama-tiny");
 }
@@ -220,9 +222,9 @@ TEST_CASE("the product of options of deepseek-v2-tiny gives the golden output", 
   check_product("deepseek-v2-tiny");
 }
 
-/// A step whose argmax rounding the KV to bf16 changes in exact arithmetic too: computed in float64 with the
+/// The step at which rounding the KV to bf16 changes the argmax even in exact arithmetic. In float64 with the
 /// cached rows rounded to bf16, the router's second group of deepseek-tiny trails by 3e-4 instead of leading
-/// by 2e-3, and other experts answer.
+/// by 2e-3, so other experts answer.
 constexpr std::size_t kFlippedStep = 4;
 constexpr std::int32_t kFlippedToken = 62;
 
@@ -296,7 +298,7 @@ TEST_CASE("the KV of all ranks adds up to the cache of one rank, within a page a
       CHECK(plan[rank].kv_bytes >= result.memory[rank].kv_bytes);
     }
     const std::int64_t page_bytes =
-        kv_bytes_per_token(request, topo) * request.page_tokens / topo.tpa();  // of one rank, all layers
+        kv_bytes_per_token(request, topo) * request.page_tokens / topo.tpa();  // for one rank, all layers
     INFO(describe(name, spec, request));
     CHECK(std::abs(sum - whole) <= page_bytes * topo.stage_size() * request.num_sequences());
   }
@@ -392,9 +394,9 @@ TEST_CASE("products of bf16, teacher-forced, keep clear argmaxes and logits near
     std::size_t most_flips;
     float worst_logit;
   };
-  // The rule of 16 bits is 3e-2 of the RMS and no clear argmax changed. Routed experts whose scores nearly
-  // tie are chosen otherwise by any rounding of what comes before: there one clear argmax in 57 changed, and
-  // logits by 2.3e-2.
+  // The rule for 16 bits: logits differ by at most 3e-2 of the RMS and no clear argmax changes. Routed
+  // experts whose scores nearly tie change with any rounding of their inputs: there, one clear argmax in 57
+  // changed, and logits changed by 2.3e-2.
   for (const Case& c : {Case{"llama-tiny", {}, 0, 3e-2f},
                         {"llama-tiny", {.kvp = 2, .tpa = 2}, 0, 3e-2f},
                         {"llama-tiny-16q8kv", {.kvp = 2, .tpa = 8}, 0, 3e-2f},
@@ -413,7 +415,7 @@ TEST_CASE("products of bf16, teacher-forced, keep clear argmaxes and logits near
     for (const auto& step : comparison.other_argmax) UNSCOPED_INFO(step);
     CHECK(comparison.other_argmax.size() <= c.most_flips);
     CHECK(comparison.worst_logit <= c.worst_logit);
-    CHECK(comparison.worst_logit > 0.0f);  // something was rounded
+    CHECK(comparison.worst_logit > 0.0f);  // rounding took place
   }
 }
 

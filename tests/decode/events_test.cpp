@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the events of a serving decoder say, key by key.
+// The contents of a serving decoder's events, key by key.
 #include "serve/events.hpp"
 
 #include <nlohmann/json.hpp>
@@ -24,7 +24,7 @@ TEST_CASE("the end of a request says why, of how many tokens, and the time from 
              {"reason", "length"},
              {"usage", {{"prompt_tokens", 9}, {"cached_tokens", 7}, {"completion_tokens", 5}}},
              {"timing", {{"queued_ms", 1.5}, {"prefill_ms", 2.5}, {"decode_ms", 12.0}, {"ttl_ms", 3.0}}}});
-  CHECK(end(1)["timing"]["ttl_ms"] == 0.0);  // no token came after another
+  CHECK(end(1)["timing"]["ttl_ms"] == 0.0);  // there is no second token
   CHECK(end(0)["timing"]["ttl_ms"] == 0.0);
 }
 

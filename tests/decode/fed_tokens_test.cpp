@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decode steps feed: what was drawn, what a teacher says, or drafts behind what was drawn.
+// The tokens that decode steps feed: drawn tokens, a teacher's tokens, or drafts after a drawn token.
 #include "generate/fed_tokens.hpp"
 
 #include "support/catch.hpp"
@@ -19,7 +19,7 @@ TEST_CASE("drafts go on behind the pending token, as far as there are some and t
   request.max_new_tokens = 7;
   CHECK(fed_tokens(request, sequence) == TokenIds{9});
   request.teacher = {{1, 2, 3, 4, 5, 6, 7}, {11, 12, 13, 14, 15, 16, 17}};
-  CHECK(fed_tokens(request, sequence) == TokenIds{12});  // in place of the second token, which was drawn as 9
+  CHECK(fed_tokens(request, sequence) == TokenIds{12});  // replaces the second token, which was drawn as 9
   request.draft_tokens = 4;
   CHECK(fed_tokens(request, sequence) == TokenIds{9, 13, 14, 15});
   request.max_new_tokens = 5;

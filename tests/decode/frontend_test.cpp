@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Frontend alone: what it takes, what it says at the end, and a client that leaves.
+// Frontend alone: what it reads, what it reports at the end, and a client that leaves.
 #include "serve/frontend.hpp"
 
 #include <chrono>
@@ -24,7 +24,7 @@ using Catch::Matchers::StartsWith;
 using decode::Frontend;
 using std::chrono::milliseconds;
 
-/// Both ends of what a Frontend reads and writes.
+/// Both ends of a Frontend's pipes.
 struct Pipes {
   int in[2] = {-1, -1};
   int out[2] = {-1, -1};
@@ -43,18 +43,18 @@ struct Pipes {
     if (end >= 0) close(end);
     end = -1;
   }
-  /// On any thread: what does not arrive is missed by whoever expects it.
+  /// May run on any thread. Ignores failures: the test waits for the text at the other end.
   void say(const std::string& text) const { (void)!write(in[1], text.data(), text.size()); }
 };
 
-/// So many bytes of short lines, or a few more.
+/// Short lines that add up to `bytes`, or slightly more.
 std::string lines_of(std::size_t bytes) {
   std::string lines;
   while (lines.size() < bytes) lines += "{\"stats\":true}\n";
   return lines;
 }
 
-/// What a line of these tests says: a request's id, a cancelled one in brackets, a mistake's message.
+/// A line in short form: the id of a request, the id of a cancelled one in brackets, or the error message.
 std::string said(const decode::ParsedLine& line) {
   if (const auto* bad = std::get_if<decode::BadLine>(&line)) return bad->message;
   const auto& command = std::get<decode::ServeCommand>(line);
@@ -63,7 +63,7 @@ std::string said(const decode::ParsedLine& line) {
   return "other";
 }
 
-/// What all lines say, up to the end of the input.
+/// The short forms of all lines up to the end of the input.
 std::string said_by_all(Frontend& frontend) {
   std::string text;
   while (!frontend.has_ended()) {
@@ -197,7 +197,7 @@ TEST_CASE("lines that nobody takes are left to the client, short ones too") {
   Frontend frontend(pipes.in[0], pipes.out[1]);
   frontend.start_reading({});
   const std::string lines = lines_of(std::size_t{1} << 16);
-  // What is kept of each is 200 bytes, so a few hundred thousand fill what a Frontend keeps.
+  // Each line takes 200 bytes of memory, so a few hundred thousand lines fill the Frontend's limit.
   std::size_t said = 0;
   REQUIRE(fcntl(pipes.in[1], F_SETFL, O_NONBLOCK) == 0);
   for (int waits = 0; waits < 50 && said < (std::size_t{16} << 20);) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Golden outputs of the reference checkpoints: read, and compared with a generation.
+// Golden outputs of the reference checkpoints: reads them and compares them with a generation.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@
 
 namespace helix::test {
 
-/// golden.json or golden-long.json: transformers' greedy continuation, logits behind the first and last
-/// token, and per step the norm of the logits and the margin between the two largest.
+/// golden.json or golden-long.json: transformers' greedy continuation, the logits of the first and the last
+/// token, and for each step the norm of the logits and the margin between the two largest.
 struct Golden {
   std::vector<decode::TokenIds> prompts;
   std::vector<decode::TokenIds> greedy;
@@ -50,19 +50,19 @@ inline const std::vector<std::string> kReferenceModels = {"llama-tiny", "llama-t
 /// Every legal stage of 1, 2, 4 and 8 ranks.
 std::vector<TopologySpec> legal_stages(const ModelShape& shape);
 
-/// A case in words.
+/// Description of a case.
 std::string describe(const std::string& model, const TopologySpec& spec,
                      const decode::GenerationRequest& request);
 
-/// A request for the golden's prompts with f32 KV, which must reproduce it.
+/// A request with the golden prompts and f32 KV, which must reproduce the golden output.
 decode::GenerationRequest golden_request(const Golden& golden);
 
-/// The first difference in words: tokens must be identical, each logit within 1e-4 * norm / sqrt(vocab),
-/// norms alike. Empty: none.
+/// Describes the first difference; empty if there is none. Tokens must be identical, each logit within 1e-4 *
+/// norm / sqrt(vocab), and norms must agree too.
 std::string difference_from_golden(const Golden& golden, const decode::GenerationResult& result,
                                    std::int64_t vocab);
 
-/// A teacher-forced generation beside the golden one, where rounding may move what is close.
+/// Compares a teacher-forced generation with the golden one; rounding may change close decisions.
 struct ForcedComparison {
   struct Step {
     std::size_t sequence = 0;
@@ -72,17 +72,17 @@ struct ForcedComparison {
 
     bool operator==(const Step&) const = default;
   };
-  std::vector<Step> other_argmax;  ///< of the steps whose reference margin exceeds 0.1
-  int num_clear = 0;               ///< steps whose margin does
-  float worst_logit = 0.0f;        ///< largest difference of a logit over the RMS of its step's; inf for NaN
+  std::vector<Step> other_argmax;  ///< steps with another argmax although the reference margin exceeds 0.1
+  int num_clear = 0;               ///< number of steps with such a margin
+  float worst_logit = 0.0f;  ///< largest difference of a logit, divided by the RMS of its step; inf for NaN
 };
 std::ostream& operator<<(std::ostream& out, const ForcedComparison::Step& step);
 
-/// @throws Error(internal) unless the generation has the golden's sequences and lengths.
+/// @throws Error(internal) if the generation's sequences or lengths differ from the golden ones.
 ForcedComparison compare_forced(const Golden& golden, const decode::GenerationResult& result,
                                 std::int64_t vocab);
 
-/// The golden continuations as drafts, every fifth of them wrong: rejected and truncated.
+/// The golden continuations as drafts. Every fifth draft is wrong, so that it is rejected and truncated.
 std::vector<decode::TokenIds> drafts_partly_wrong(const Golden& golden);
 
 }  // namespace helix::test

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files that nobody vouches for: what waits, shrinks, lies about its size or is made to be slow to read costs
-// one Error, and little time and memory.
+// Untrusted files that block, shrink, lie about their size or are slow to read on purpose: each costs one
+// Error, and little time and memory.
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -40,7 +40,7 @@ using helix::test::required_failure;
 
 namespace {
 
-/// Loads `plan` as a backend does whose memory is the host's.
+/// Loads `plan` like a backend whose memory is the host's.
 void load_in_memory(const WeightPlan& plan) {
   std::vector<std::vector<std::byte>> buffers;
   std::vector<std::byte*> addresses;
@@ -58,7 +58,8 @@ std::string repeated(const std::string& text, std::size_t bytes) {
   return result;
 }
 
-/// Documents of a megabyte: many values a byte, deep as allowed, keys to compare.
+/// Documents of one megabyte: with many values per byte, with the deepest legal nesting, with keys to
+/// compare.
 std::vector<std::string> large_documents() {
   constexpr std::size_t kBytes = 1'000'000;
   std::string keys;
@@ -78,7 +79,7 @@ std::vector<std::string> large_documents() {
           repeated(" ", kBytes)};
 }
 
-/// Everything that takes JSON, whatever it says.
+/// Passes `text` to every reader of JSON and ignores the results.
 void read_as_everything(const std::string& text) {
   const auto try_to = [](const auto& parse) {
     try {
@@ -93,8 +94,7 @@ void read_as_everything(const std::string& text) {
   try_to([&] { parse_token_lists("[" + text + "]", "f"); });
 }
 
-/// Makes a child process of this one call `call`. Returns what wait() says of it and what it wrote to
-/// standard error.
+/// Calls `call` in a child process. Returns the child's wait() status and what it wrote to standard error.
 std::pair<int, std::string> in_child(const std::function<void()>& call) {
   int ends[2];
   REQUIRE(::pipe(ends) == 0);
@@ -115,7 +115,8 @@ std::pair<int, std::string> in_child(const std::function<void()>& call) {
   return {status, said};
 }
 
-/// config.json and model.safetensors of a model whose data are a hole of the file. Sizes in elements of bf16.
+/// Writes config.json and a model.safetensors whose data is a hole in the file. Sizes are in elements of
+/// bf16.
 void write_sparse(const ScratchDirectory& directory, const nlohmann::json& config,
                   const std::vector<std::pair<std::string, std::vector<std::int64_t>>>& tensors) {
   std::string header = "{";
@@ -144,7 +145,7 @@ double seconds_of(const std::function<void()>& call) {
 TEST_CASE("a megabyte of any JSON is read in time linear in its size", "[quick]") {
   for (const std::string& text : large_documents()) {
     CAPTURE(text.substr(0, 40));
-    CHECK(seconds_of([&] { read_as_everything(text); }) < 10);  // five readers, also under a sanitizer
+    CHECK(seconds_of([&] { read_as_everything(text); }) < 10);  // five readers, perhaps under a sanitizer
   }
   CHECK_NOTHROW(parse_strict_json("[" + repeated("{},", 3 * 60000) + "{}]", "f"));
   CHECK_THAT(required_failure([] { parse_strict_json("[" + repeated("1,", 200000) + "1]", "f"); }).what,
@@ -369,7 +370,7 @@ TEST_CASE("touching a mapped file that shrank ends a guarded program with one li
 }
 
 TEST_CASE("a terabyte of claims is planned in no time", "[quick]") {
-  // A million heads: each layer's W_UK and W_UV are a million rectangles of one tensor.
+  // With a million heads, each layer's W_UK and W_UV are a million rectangles of one tensor.
   constexpr std::int64_t kHeads = std::int64_t{1} << 20;
   nlohmann::json config = deepseek();
   config["num_attention_heads"] = kHeads;

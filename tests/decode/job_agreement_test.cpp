@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Processes that were started with anything that differs and matters decode nothing, and all say what it is.
+// If processes were started with relevant differences, none decodes, and all report the difference.
 #include "generate/job_agreement.hpp"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ using decode::GenerationRequest;
 using decode::JobFields;
 using decode::JobStatement;
 
-/// What is said where rank 2 of 3 has other fields than the rest; empty: nothing.
+/// The error if rank 2 of 3 has other fields than the other ranks; empty if there is none.
 std::string refusal(const JobFields& rank_0, const JobFields& rank_2) {
   return failure_message([&] { decode::expect_agreement({{rank_0, ""}, {rank_0, ""}, {rank_2, ""}}); });
 }
@@ -46,7 +46,7 @@ JobFields fields_of(const T& value) {
   return fields;
 }
 
-/// A copy of llama-tiny that may be changed.
+/// A modifiable copy of llama-tiny.
 std::filesystem::path copy_model(const ScratchDirectory& scratch, const std::string& name) {
   std::filesystem::create_directory(scratch / name);
   for (const char* file : {"config.json", "model.safetensors"}) {
@@ -153,14 +153,14 @@ TEST_CASE("a checkpoint is known by its config, tables and contents, wherever it
   CHECK_THAT(refusal(original, fields_at(config)), Contains("different config.json"));
 
   const decode::Checkpoint checkpoint(data_directory() / "llama-tiny");
-  double fastest_ms = HUGE_VAL;  // of several: others use this machine too
+  double fastest_ms = HUGE_VAL;  // best of several runs, because the machine is shared
   for (int i = 0; i < 5; ++i) {
     const auto start = std::chrono::steady_clock::now();
     (void)fields_of(checkpoint);
     const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
     fastest_ms = std::min(fastest_ms, taken.count());
   }
-  CHECK(fastest_ms < 10.0 * 10);  // 10 where no sanitizer slows it down
+  CHECK(fastest_ms < 10.0 * 10);  // 10 without a sanitizer
 
   using decode::test::filled;
   using decode::test::safetensors_of;
@@ -204,7 +204,8 @@ TEST_CASE("a process that cannot take part is named, unless all say the same", "
     CHECK(decode::expect_agreement({{{}, "", true, most}, {{}, "", true, least}}).room == least);
     CHECK(decode::expect_agreement({{{}, "", true, least}, {{}, "", true, most}}).room == least);
   }
-  // Who has room for few tokens that may expand has not said that many tokens of another may.
+  // A process that has room for few tokens but can expand does not say that another process can expand many
+  // tokens.
   CHECK(decode::expect_agreement({{{}, "", true, {256, true}}, {{}, "", true, {2048, false}}}).room ==
         decode::PromptRoom{256, false});
   const JobStatement whole{{{"a", "1"}, {"b", "2", true}}, "why", true, {256, false}};
@@ -233,7 +234,7 @@ TEST_CASE("texts of all processes come to all of them over a bootstrap", "[quick
 #ifdef HELIX_MPIRUN
 namespace {
 
-/// Four processes with `common` options, of which rank 2 has `odd` ones and the others `usual` ones.
+/// Four processes with the options `common`; rank 2 also has `odd`, the others `usual`.
 Run run_job(const std::string& common, const std::string& usual, const std::string& odd) {
   return run_command(std::string(HELIX_MPIRUN) +
                      " sh -c 'if test $OMPI_COMM_WORLD_RANK = 2; then exec " HELIX_DECODE " " + common + " " +
@@ -283,7 +284,7 @@ TEST_CASE("processes that differ in what matters decode nothing and name the fir
       INFO(run.output);
       CHECK(run.exit_code == 1);
       CHECK_THAT(run.output, Contains(row.part) && !Contains("sequence 0"));
-      CHECK(run.output.find("helix-decode: ") == run.output.rfind("helix-decode: "));  // one speaks
+      CHECK(run.output.find("helix-decode: ") == run.output.rfind("helix-decode: "));  // only one rank prints
       CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
     }
   }
@@ -291,8 +292,8 @@ TEST_CASE("processes that differ in what matters decode nothing and name the fir
 
 TEST_CASE("topologies by auto are alike where machines have unequal parts of their memory for a rank",
           "[mpi]") {
-  // As if rank 0 had a machine of its own, where three tenths of the memory fit, and the others shared one
-  // of 64.
+  // Each of 4 ranks needs three tenths of a machine's memory. That fits if each rank has a machine of its
+  // own, but not if the ranks other than rank 0 share a machine of 64 ranks.
   const auto planned = [](const std::string& local_ranks, std::int64_t tokens) {
     return run_command(std::string(HELIX_MPIRUN) + " sh -c '" + local_ranks +
                        "; exec " HELIX_DECODE " --model " + (data_directory() / "llama-tiny").string() +
@@ -311,7 +312,8 @@ TEST_CASE("topologies by auto are alike where machines have unequal parts of the
   INFO(some.output);
   CHECK(some.exit_code == 1);
   CHECK_THAT(some.output, !Contains("was started with"));
-  CHECK(some.output.find("helix-decode: ") == some.output.rfind("helix-decode: "));  // one speaks, for all
+  // One rank prints for all.
+  CHECK(some.output.find("helix-decode: ") == some.output.rfind("helix-decode: "));
 }
 
 TEST_CASE("processes may differ in their report, their threads and where their model lies", "[mpi]") {

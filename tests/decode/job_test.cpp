@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the command line says of draws and penalties, and what follows from the checkpoint where it says
-// nothing.
+// Sampling options and penalties on the command line, and the values taken from the checkpoint when the
+// command line has none.
 #include "cli/job.hpp"
 
 #include <algorithm>
@@ -33,10 +33,10 @@ Options options_of(std::vector<std::string> arguments) {
   return *options;
 }
 
-/// llama-tiny with `generation_config` as its generation_config.json, or without one.
+/// llama-tiny with `generation_config` as its generation_config.json, or without that file.
 class Model {
  public:
-  /// `more_config`: members of config.json beside the model's own, each with a comma behind it.
+  /// `more_config` holds further members of config.json, each followed by a comma.
   explicit Model(const std::string& generation_config, const std::string& more_config = "") {
     const std::filesystem::path original = std::filesystem::path(HELIX_TEST_DATA) / "llama-tiny";
     std::string config = read_file(original / "config.json");
@@ -59,7 +59,7 @@ class Model {
   ScratchDirectory scratch_;
 };
 
-/// Eight processes, as many of them on each machine as is said.
+/// Eight processes, with the given number on each machine.
 class Machines : public decode::Launcher {
  public:
   explicit Machines(int num_local_ranks) : num_local_ranks_(num_local_ranks) {}
@@ -210,7 +210,7 @@ TEST_CASE("processes take the prompts that the least memory has room for, where 
   CHECK(job.options.request.prefill_tokens == 100);
   CHECK(job.options.request.mla_prefill == MlaForm::absorbed);
   CHECK(job.room() == decode::PromptRoom{.tokens = 100, .can_expand = false});
-  CHECK(field_of(job, "--prefill-tokens") == "auto");  // what it was started with
+  CHECK(field_of(job, "--prefill-tokens") == "auto");  // what the process was started with
   CHECK(field_of(job, "--mla-prefill") == "auto");
 
   decode::Job given = model.job({"--prompt-ids", "1", "--prefill-tokens", "256"});
@@ -219,7 +219,7 @@ TEST_CASE("processes take the prompts that the least memory has room for, where 
   CHECK(given.options.request.prefill_tokens == 256);
   CHECK(given.options.request.mla_prefill == MlaForm::automatic);
 
-  // The plan is that of the room.
+  // The plan uses the agreed room.
   std::string prompt = "1";
   for (int i = 1; i < 256; ++i) prompt += ",1";
   decode::Job longer = model.job({"--prompt-ids", prompt});

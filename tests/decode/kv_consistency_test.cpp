@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// After a generation the shards of all ranks, put back in global order, are the cache of one rank.
+// After a generation, the shards of all ranks in global order equal the cache of a single rank.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -27,7 +27,7 @@ struct GlobalCache {
   std::vector<float> v;
 };
 
-/// Generates on all ranks of `topo` and puts their shards together.
+/// Generates on all ranks of `topo` and joins their shards.
 GlobalCache generate_and_gather(const ReferenceModel& model, const Topology& topo,
                                 const decode::GenerationRequest& request) {
   const ModelShape& shape = topo.shape();
@@ -80,7 +80,7 @@ GlobalCache generate_and_gather(const ReferenceModel& model, const Topology& top
   return global;
 }
 
-/// Largest difference over the largest magnitude; infinity where a token is missing, which is NaN.
+/// Largest difference divided by the largest magnitude; infinity if a token is missing, which shows as NaN.
 double relative_difference(const std::vector<float>& a, const std::vector<float>& b) {
   REQUIRE(a.size() == b.size());
   double worst = 0.0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs advise exists: every option that their sources name is theirs. What
-// docs/troubleshooting.md quotes is what they say.
+// The programs' advice is correct: every option that their sources mention exists. What
+// docs/troubleshooting.md quotes is what the programs print.
 #include <algorithm>
 #include <cctype>
 #include <cstddef>
@@ -29,7 +29,7 @@ std::set<std::string> options_in(const std::string& text) {
   return options;
 }
 
-/// What `folder`'s sources name and `known` lacks, as "file: option".
+/// Options that the sources in `folder` mention and `known` lacks, as "file: option".
 std::set<std::string> unknown_options(const std::filesystem::path& folder,
                                       const std::set<std::string>& known) {
   std::set<std::string> unknown;
@@ -58,7 +58,7 @@ std::vector<std::string> fenced_lines(const std::string& page, const std::string
   return lines;
 }
 
-/// Whether `text` has a line of the parts of `line` between "...", in order.
+/// Whether `text` has a line that contains the parts of `line` between "..." in this order.
 bool says(const std::string& text, const std::string& line) {
   std::string pattern;
   for (std::size_t at = 0; at < line.size(); ++at) {
@@ -77,7 +77,7 @@ bool says(const std::string& text, const std::string& line) {
   return false;
 }
 
-/// What the sources say: string literals that follow each other are one.
+/// All string literals of the sources; adjacent literals are joined.
 std::string source_texts() {
   const std::filesystem::path root = HELIX_SOURCE_DIR;
   std::string texts = read_file(root / "CMakeLists.txt") + read_file(root / "cmake/helix-config.cmake.in");
@@ -137,13 +137,13 @@ TEST_CASE("every option that a program's sources name is one of its options", "[
   REQUIRE((decode.contains("--kvp") && plan.contains("--ttl-ms") && !decode.contains("--ttl-ms")));
   CHECK(unknown_options(examples / "decode", decode) == std::set<std::string>{});
   CHECK(unknown_options(examples / "plan", plan) == std::set<std::string>{});
-  // A control: the planner's sources name options that the decoder does not have.
+  // Negative control: the planner's sources mention options that the decoder does not have.
   CHECK(unknown_options(examples / "plan", decode).contains("options.cpp: --ttl-ms"));
 }
 
 TEST_CASE("the page on decoding has every option, and no other", "[quick]") {
   const std::set<std::string> options = options_in(run_command(HELIX_DECODE " --help").output);
-  // Of chat, which stands on the program, and of the example that gives it options.
+  // Options of chat, which runs the program, and of the example that passes options to it.
   const std::set<std::string> chat{"--raw", "--stats", "--max-tokens", "--system", "--special"};
   std::set<std::string> described = options_in(read_file(HELIX_SOURCE_DIR "/docs/decoding.md"));
   CHECK(std::ranges::includes(described, options));

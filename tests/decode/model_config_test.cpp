@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// config.json: what is read, what is refused and how, and the rope constants against double-precision
-// formulas.
+// config.json: what is read, what is refused and with which message. Rope constants are compared with
+// double-precision formulas.
 #include <cmath>
 #include <cstdint>
 #include <fstream>
@@ -75,7 +75,7 @@ json deepseek_v2() {
   return config;
 }
 
-/// Unscaled, in double.
+/// Unscaled inverse frequency, in double.
 double standard_frequency(double theta, std::int64_t dim, std::size_t i) {
   return std::exp(-std::log(theta) * 2.0 * static_cast<double>(i) / static_cast<double>(dim));
 }
@@ -84,7 +84,7 @@ void check_frequencies(const std::vector<float>& actual, const std::vector<doubl
   REQUIRE(actual.size() == expected.size());
   for (std::size_t i = 0; i < actual.size(); ++i) {
     CAPTURE(i, actual[i], expected[i]);
-    // float32 powers and quotients: a few ulp, times the logarithm of theta in the exponent
+    // float32 powers and quotients err by a few ulp, times the logarithm of theta in the exponent
     CHECK(std::abs(actual[i] - expected[i]) <= 3e-6 * expected[i]);
   }
 }
@@ -165,7 +165,7 @@ TEST_CASE("the reference configs are read whole") {
 
 TEST_CASE("absent optional keys have the values that transformers gives them") {
   json config = llama();
-  config["hidden_act"] = "swish";  // silu's other name
+  config["hidden_act"] = "swish";  // another name of silu
   config.erase("num_key_value_heads");
   config.erase("max_position_embeddings");
   config.erase("rms_norm_eps");
@@ -186,11 +186,11 @@ TEST_CASE("absent optional keys have the values that transformers gives them") {
   config = deepseek_v2();
   config.erase("topk_method");
   parsed = parse(config);
-  CHECK(parsed.router.num_groups == 1);  // greedy knows no groups, whatever n_group says
+  CHECK(parsed.router.num_groups == 1);  // greedy routing ignores groups, whatever n_group says
   CHECK(parsed.router.groups_kept == 1);
   CHECK(parsed.router.scale == 1.0f);
   config["rope_interleave"] = false;
-  CHECK(parse(config).rope.is_interleaved);  // a key of V3's alone
+  CHECK(parse(config).rope.is_interleaved);  // only V3 has the key
 
   config = deepseek_v3();
   config["rope_interleave"] = false;
@@ -251,7 +251,7 @@ TEST_CASE("layer_types say which layers of a mistral or a ministral have the win
     json config = llama();
     config["model_type"] = type;
     config["sliding_window"] = 7;
-    config["max_window_layers"] = 1;  // a key of Qwen's alone
+    config["max_window_layers"] = 1;  // only Qwen has the key
     CHECK(parse(config).window(0) == 7);
     config["layer_types"] = {"full_attention", "sliding_attention", "full_attention"};
     CHECK(parse(config).window(0) == 0);
@@ -362,11 +362,11 @@ TEST_CASE("a family's end token stands for an absent one, and null is none") {
 
 namespace {
 
-/// A config with one value set, or erased, and what must be said of it.
+/// A config with one value changed or removed, and the expected message.
 struct BadValue {
   json config;
   const char* key;  // dotted
-  json value;       // discarded: erase
+  json value;       // discarded: the key is removed
   const char* says;
 };
 
@@ -381,7 +381,7 @@ void check_refused(const std::vector<BadValue>& cases) {
       object = &config[key.substr(0, dot)];
       key.erase(0, dot + 1);
     }
-    CHECK_NOTHROW(parse(config));  // negative control: sound before the change
+    CHECK_NOTHROW(parse(config));  // negative control: valid before the change
     if (c.value.is_discarded()) {
       object->erase(key);
     } else {
@@ -690,7 +690,7 @@ TEST_CASE("keys that the rope's type does not take are told, those of transforme
 }
 
 TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-precision formulas") {
-  json config = deepseek_v3();  // DeepSeek-V3's own rope
+  json config = deepseek_v3();  // DeepSeek-V3's original rope
   config["rope_theta"] = 10000;
   config["max_position_embeddings"] = 163840;
   config["rope_scaling"] = {{"type", "yarn"},
@@ -716,7 +716,7 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
   }
   const ModelConfig v3 = parse(config);
   CHECK(v3.max_positions == 163840);
-  json trained = config;  // what some files say: the length that the model was trained on
+  json trained = config;  // some files give the trained length
   trained["max_position_embeddings"] = 4096;
   CHECK(parse(trained).max_positions == 163840);
   trained["max_position_embeddings"] = 200000;
@@ -731,7 +731,7 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
   CHECK(parse(config).rope.magnitude() == Approx(m / m_half).epsilon(1e-6));
   CHECK(parse(config).softmax_scale() == Approx(m_half * m_half / std::sqrt(192.0)).epsilon(1e-6));
 
-  for (const char* type : {"linear", "llama3", "default"}) {  // m^2 of whatever scales at all
+  for (const char* type : {"linear", "llama3", "default"}) {  // any type that scales has the factor m^2
     json other = config;
     other["rope_scaling"].update({{"type", type}, {"low_freq_factor", 1}, {"high_freq_factor", 4}});
     const double factor = std::string(type) == "default" ? 1.0 : m_half * m_half;
@@ -746,7 +746,7 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
   config["rope_scaling"]["attention_factor"] = 1.25;
   CHECK(parse(config).rope.magnitude() == 1.25f);
 
-  config["rope_scaling"]["factor"] = nullptr;  // then the ratio of the context lengths, 40
+  config["rope_scaling"]["factor"] = nullptr;  // defaults to the ratio of the context lengths, 40
   check_frequencies(parse(config).rope.inverse_frequencies(), expected);
 }
 
@@ -773,7 +773,7 @@ TEST_CASE("a layer's config has the layer's window, the rope's magnitude and the
   const LayerConfig layer = parse(config).layer(1, &frequency);
   CHECK(layer.window == 0);
   CHECK(layer.norm_epsilon == 1e-5f);
-  CHECK(layer.latent_norm_epsilon == 1e-6f);  // what transformers' class has, whatever rms_norm_eps says
+  CHECK(layer.latent_norm_epsilon == 1e-6f);  // hard-coded in transformers, whatever rms_norm_eps says
   CHECK(layer.softmax_scale == Approx(1.0 / std::sqrt(192.0)).epsilon(1e-6));
   CHECK(layer.rope.rotary_dim == 64);
   CHECK(layer.rope.is_interleaved);
@@ -798,7 +798,7 @@ TEST_CASE("each key of generation_config.json sets its own default, draws' only 
     CHECK(defaults().sampling == SamplingConfig{});
     CHECK(defaults().penalties == Penalties{.repetition = 1.5f});
   }
-  file = {{"do_sample", true}, {"top_k", 20.0}};  // as some write whole numbers
+  file = {{"do_sample", true}, {"top_k", 20.0}};  // some files write whole numbers this way
   CHECK(defaults().sampling == SamplingConfig{.temperature = 1.0f, .top_k = 20});
   for (const double wrong : {20.5, -1.0, 2147483648.0, 1e300}) {
     file["top_k"] = wrong;

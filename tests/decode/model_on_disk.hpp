@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints of tiny models on disk, each element of which follows from its tensor's name and its indices.
+// Tiny checkpoints on disk. Each element follows from its tensor's name and its indices.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace helix::decode::test {
 
-/// A model on disk, tiny and with every tensor filled by element().
+/// A tiny model on disk, with every tensor filled by element().
 class ModelOnDisk {
  public:
   explicit ModelOnDisk(nlohmann::json config, DType dtype = DType::bf16)
@@ -35,18 +35,18 @@ class ModelOnDisk {
   ModelConfig config() const { return parse_model_config(config_json_.dump(), "config.json"); }
   Checkpoint checkpoint() const { return Checkpoint(directory_.path()); }
   const std::vector<TensorContent>& tensors() const { return tensors_; }
-  /// Writes a file of other tensors of the same names.
+  /// Writes another file with tensors of the same names.
   void replace(std::vector<TensorContent> tensors) {
     tensors_ = std::move(tensors);
     align(3);
   }
-  /// Writes the file again, with data that begins `remainder` bytes behind a multiple of 64.
+  /// Rewrites the file so that its data begins `remainder` bytes after a multiple of 64.
   void align(std::size_t remainder) const {
     directory_.write("model.safetensors", safetensors_at(remainder, tensors_));
   }
   const ScratchDirectory& directory() const { return directory_; }
 
-  /// What a loaded element must be, from name and indices alone.
+  /// The expected value of a loaded element, computed from its name and indices.
   float value(const std::string& tensor, std::int64_t row, std::int64_t col) const {
     const auto plain = static_cast<float>(element(tensor, row, col));
     return is_fp8_.contains(tensor) ? plain * scale(row / 128, col / 128) : plain;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of every kind with random damage, through their readers: helix::Error, or something that is sound.
+// Passes files of every kind with random damage to their readers: each gives helix::Error or a valid result.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -35,7 +35,7 @@ using namespace helix::decode::test;
 
 namespace {
 
-/// One or two random changes of the kinds that damage and attackers make.
+/// Makes one or two random changes of the kinds that corruption and attackers make.
 class Mutator {
  public:
   explicit Mutator(std::uint64_t seed) : random_(seed) {}
@@ -96,7 +96,7 @@ class Mutator {
       case 5:
         text.insert(at, kWords[below(kWords.size())]);
         break;
-      default: {  // a number of the text becomes another
+      default: {  // replaces a number in the text
         const std::size_t digit = text.find_first_of("0123456789", at);
         if (digit == std::string::npos) break;
         const std::size_t end = std::min(text.size(), text.find_first_not_of("0123456789.eE", digit));
@@ -108,14 +108,14 @@ class Mutator {
   std::mt19937_64 random_;
 };
 
-/// A file of `text` that `read` takes.
+/// A valid `text`, and the function that reads it.
 struct Kind {
   std::string name;
   std::string text;
   std::function<void()> read;
 };
 
-/// Everything of a directory up to its weights.
+/// Loads everything in a directory except its weights.
 void load(const std::filesystem::path& directory) {
   const Checkpoint checkpoint(directory);
   const ModelConfig config = parse_model_config(checkpoint.config_json(), checkpoint.config_path());
@@ -150,7 +150,8 @@ const std::string kBench =
           {"name":"decode_layer/kvp:4/tpa:2/layers:8/batch:8/context:524288/hop_b:off","us":900,
            "all_reduce_us":30,"exchange_us":25}]})";
 
-/// Whether a file of `kind` is accepted, which must be known soon, or refused in one short line.
+/// Whether a file of `kind` is accepted. The decision must come quickly, and a refusal must be one short
+/// line.
 bool reads(const Kind& kind) {
   const auto start = std::chrono::steady_clock::now();
   bool is_accepted = true;
@@ -165,7 +166,7 @@ bool reads(const Kind& kind) {
   return is_accepted;
 }
 
-/// Reads `count` damaged files of every kind in turn; `seed` makes them.
+/// Reads `count` damaged files, of every kind in turn, generated from `seed`.
 void read_mutated(int count, std::uint64_t seed) {
   const ModelOnDisk dense(llama());
   const ModelOnDisk latent(deepseek());
@@ -223,7 +224,7 @@ void read_mutated(int count, std::uint64_t seed) {
   int accepted = 0;
   for (int i = 0; i < count; ++i) {
     const Place& place = places[static_cast<std::size_t>(i) % places.size()];
-    // Weights: their header alone decides, and is a small part.
+    // For weights only the header matters, which is a small part of the file.
     const std::string& sound = place.kind.text;
     const bool is_weights = place.file.second.ends_with(".safetensors");
     const std::size_t head = is_weights ? std::min<std::size_t>(sound.size(), 4096) : sound.size();
@@ -233,7 +234,7 @@ void read_mutated(int count, std::uint64_t seed) {
     accepted += reads(place.kind) ? 1 : 0;
     place.file.first->write(place.file.second, sound);
   }
-  CHECK(accepted > count / 50);  // else the damage is too coarse to reach anything
+  CHECK(accepted > count / 50);  // otherwise the damage is too coarse to get past the first checks
   CHECK(accepted < count);
   for (const Place& place : places) {
     place.file.first->write(place.file.second, place.kind.text);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// --topology auto: what of a request and a machine decides the topology.
+// --topology auto: which properties of a request and a machine decide the topology.
 #include "cli/planning.hpp"
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace {
 
 using decode::GenerationRequest;
 
-/// Two layers with one KV head of 128: a cached token takes 512 elements. Little else is large, so that one
-/// rank is the fastest for few tokens and four for many.
+/// Two layers with one KV head of 128, so a cached token takes 512 elements. Everything else is small, so
+/// that one rank is fastest for few tokens and four ranks for many.
 decode::ModelConfig small_model() {
   return decode::parse_model_config(R"({"model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128,
@@ -42,7 +42,7 @@ TEST_CASE("the fastest number of ranks grows with the sequences and their length
   CHECK(ranks_of(request_of(1, 200'000), {1, 4}) == 4);
   CHECK(ranks_of(request_of(1, 500), {1, 4}) == 1);
   CHECK(ranks_of(request_of(200, 500), {1, 4}) == 4);
-  // A server's are not known yet: as many and as long as it allows.
+  // A server's sequences are not known yet, so it plans for as many and as long ones as it allows.
   GenerationRequest served;
   served.serving = decode::ServeLimits{.max_sequences = 1, .max_tokens = 500};
   CHECK(ranks_of(served, {1, 4}) == 1);
@@ -61,8 +61,8 @@ TEST_CASE("layers are dealt to any number of stages") {
 }
 
 TEST_CASE("ranks share the memory of the machine, and a cached element takes its type's bytes") {
-  // Of a quarter of the memory a rank may use 0.9, which is 0.225 of it all. Four ranks of one sequence hold
-  // a quarter of 512 f32 elements a token each.
+  // A rank that has a quarter of the memory may use 0.9 of it, which is 0.225 of the total. Four ranks of one
+  // sequence each hold a quarter of the tokens, at 512 f32 elements per token.
   const double memory =
       static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
   const auto request_for = [&](double fraction, DType type) {
@@ -79,14 +79,14 @@ TEST_CASE("ranks share the memory of the machine, and a cached element takes its
 
 TEST_CASE("a rank plans with the memory that its launcher has found for it", "[quick]") {
   const std::int64_t memory = decode::host_memory();
-  // A quarter of the tokens' 512 f32 elements takes 0.3 of a machine's memory.
+  // A quarter of the tokens, at 512 f32 elements each, takes 0.3 of a machine's memory.
   GenerationRequest request =
       request_of(1, static_cast<std::int64_t>(0.3 * static_cast<double>(memory) / 512));
   request.kv_dtype = DType::f32;
   const auto chosen = [&](std::int64_t rank_memory) {
     return decode::choose_topology(small_model(), request, {.rank_memory = rank_memory}, {4});
   };
-  CHECK(chosen(memory).kvp == 4);  // a machine each
+  CHECK(chosen(memory).kvp == 4);  // one machine per rank
   for (const std::int64_t share : {memory / 4, std::int64_t{0}}) {
     const auto full = failure_of([&] { chosen(share); });
     REQUIRE(full);

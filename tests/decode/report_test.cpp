@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What --verify compares.
+// The comparison that --verify makes.
 #include "cli/report.hpp"
 
 #include <vector>

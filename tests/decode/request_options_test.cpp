@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a model's windows and a request's draws and penalties do to its tokens, on one rank and on several.
+// How a model's windows and a request's sampling options and penalties change its tokens, on one and on
+// several ranks.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -56,13 +57,13 @@ TEST_CASE("what lies before all windows changes nothing", "[quick]") {
   GenerationRequest request;
   request.kv_dtype = DType::f32;
   request.ignore_eos = true;
-  // Two layers of 4 tokens each: the last token knows of 6 before it.
+  // Two layers with windows of 4 tokens: the last token depends on the 6 before it.
   for (const std::int32_t first : {10, 20}) {
     TokenIds prompt(20, first);
     prompt.insert(prompt.end(), {383, 198, 141, 403, 7, 8, 9});
     request.prompts.push_back(prompt);
   }
-  /// How far apart the two sequences' logits come, in parts of their norm.
+  /// Distance between the logits of the two sequences, relative to their norm.
   const auto difference = [&] {
     const auto sequences = run(model, {}, request);
     const float norm = sequences[0].logits_norm[0];
@@ -74,7 +75,7 @@ TEST_CASE("what lies before all windows changes nothing", "[quick]") {
   CHECK(difference() > 1e-3f);
   model.config.sliding_window = 4;
   CHECK(difference() <= 1e-6f);
-  request.prompts[1][20] = 384;  // the first of the 7
+  request.prompts[1][20] = 384;  // the first of the 7 visible tokens
   CHECK(difference() > 1e-3f);
 }
 
@@ -88,7 +89,7 @@ TEST_CASE("equal prompts in one batch draw tokens of their own", "[quick]") {
   request.sampling = {.temperature = 2.0f, .seed = 5};
   const auto drawn = tokens_of(model, {}, request);
   CHECK(drawn[0] != drawn[1]);
-  CHECK(drawn[0][0] != drawn[1][0]);  // of equal logits
+  CHECK(drawn[0][0] != drawn[1][0]);  // from equal logits
   CHECK(tokens_of(model, {.dp = 2}, request) == drawn);
 }
 

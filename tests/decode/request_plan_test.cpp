@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a request's caches hold, and what is run before it.
+// The sizes of a request's caches, and the steps that warm up for it.
 #include "generate/request_plan.hpp"
 
 #include <cstdint>

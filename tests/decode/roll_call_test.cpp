@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that work for different lengths of time, over a communicator that waits for less than that.
+// Ranks that work for different times, over a communicator whose timeout is shorter than the difference.
 #include "generate/roll_call.hpp"
 
 #include <chrono>
@@ -21,15 +21,15 @@ namespace {
 using Backend = cpu::Backend<cpu::LocalComm>;
 using std::chrono::milliseconds;
 
-/// What a rank does: pieces of work of a team.
+/// The work of one rank: pieces of work of a team.
 struct Work {
   int team = 0;
   int num_pieces = 0;
   milliseconds piece{0};
 };
 
-/// Runs ranks that wait for each other for `timeout`; those of a team have a sum after each piece. Returns
-/// what the first failure says.
+/// Runs ranks that wait for each other for at most `timeout`. The ranks of a team sum after each piece.
+/// Returns the message of the first failure.
 std::string failure_of(const std::vector<Work>& work, milliseconds timeout, milliseconds interval) {
   auto world = cpu::LocalComm::create_group(static_cast<int>(work.size()), timeout);
   std::vector<std::string> failures(work.size());
@@ -67,7 +67,7 @@ TEST_CASE("ranks that are done wait for those that work on, for longer than one 
   const milliseconds timeout{1000};
   const milliseconds interval{50};
   const std::vector<std::vector<Work>> cases = {
-      {{0, 0, {}}, {1, 300, milliseconds(5)}},                           // alone, by their clocks
+      {{0, 0, {}}, {1, 300, milliseconds(5)}},  // teams of one, which use their clocks
       {{0, 3, milliseconds(1)}, {1, 75, milliseconds(20)}, {2, 0, {}}},  //
       {{0, 300, milliseconds(5)}, {0, 300, milliseconds(1)}, {1, 3, milliseconds(1)}, {1, 3, {}}},
       {{0, 40, milliseconds(40)},
@@ -80,7 +80,7 @@ TEST_CASE("ranks that are done wait for those that work on, for longer than one 
     INFO("case " << i);
     CHECK(failure_of(cases[i], timeout, interval).empty());
   }
-  // Without a meeting the first rank waits too long: the check can fail.
+  // Negative control: without a meeting, the first rank waits too long.
   CHECK_FALSE(failure_of({{0, 0, {}}, {1, 300, milliseconds(5)}}, timeout, std::chrono::hours(1)).empty());
 }
 

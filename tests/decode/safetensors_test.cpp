@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Safetensors headers, files and checkpoint directories: sound ones read back, broken and hostile ones give
-// one Error.
+// Safetensors headers, files and checkpoint directories: valid ones are read back, broken and hostile ones
+// give one Error.
 #include "checkpoint/safetensors.hpp"
 
 #include <cstdint>
@@ -40,7 +40,7 @@ std::string repeated(const std::string& text, int times) {
   return result;
 }
 
-/// A file of one tensor of `bytes` bytes, all zeros, which take no room on the disk. Returns its path.
+/// Writes a file with one tensor of `bytes` zero bytes, which take no disk space. Returns its path.
 std::string write_zeros(const ScratchDirectory& directory, std::int64_t bytes) {
   const std::string count = std::to_string(bytes / 4);
   const std::string path = directory.write(
@@ -90,7 +90,7 @@ TEST_CASE("headers without tensors, scalars, empty tensors and types that nothin
 
 namespace {
 
-/// A file's bytes, and what must be said of them.
+/// The bytes of a file, and the expected message.
 struct BadFile {
   std::string bytes;
   std::string says;
@@ -148,7 +148,7 @@ TEST_CASE("broken and hostile headers give one Error that names the file and the
 }
 
 TEST_CASE("broken and hostile entries of a header give one Error that names the file and the trouble") {
-  CHECK_NOTHROW(parse(tensor(kSound)));  // the table's base is sound
+  CHECK_NOTHROW(parse(tensor(kSound)));  // the unmodified file is valid
   check_refused({
       {tensor("null"), "tensor 't': is null; expected an object of dtype, shape and data_offsets"},
       {tensor("true"), "tensor 't': is a boolean"},
@@ -276,7 +276,7 @@ TEST_CASE("released pages leave resident memory") {
   int sum = 0;
   for (std::size_t i = 0; i < data.size(); i += 4096) sum += static_cast<int>(data[i]);
   CHECK(sum == 0);
-  CHECK(ResidentMemory::now().files - before > kBytes / 2);  // touching does count
+  CHECK(ResidentMemory::now().files - before > kBytes / 2);  // control: touched pages are counted
   file.release(data);
   CHECK(ResidentMemory::now().files - before < kBytes / 16);
 }

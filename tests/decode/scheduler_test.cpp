@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scheduler of a serving decoder against a stand-in for the ranks: a cache that holds token ids, and a
-// model whose next token is a hash of all before it. Whatever joins, leaves, waits or shares, each answer is
-// that of the request alone.
+// The scheduler of a serving decoder with a stand-in for the ranks: a cache that holds token ids, and a model
+// whose next token is a hash of all previous tokens. Whatever requests join, leave, wait or share, each gets
+// the answer that it would get alone.
 #include "serve/scheduler.hpp"
 
 #include <algorithm>
@@ -39,7 +39,7 @@ std::int32_t next_token(const TokenIds& tokens) {
   return static_cast<std::int32_t>((hash >> 20) % kVocab);
 }
 
-/// What one replica's ranks do with an order: caches of KVP rank `kvp_rank`, contents included.
+/// Executes orders like the ranks of one replica: the cache of KVP rank `kvp_rank`, including its contents.
 class StandIn {
  public:
   StandIn(const PageLedgerSpec& spec, std::int64_t kvp_rank) : ledger_(spec, kvp_rank) {}
@@ -105,10 +105,10 @@ class StandIn {
   }
 
   PageLedger ledger_;
-  std::map<std::int32_t, TokenIds> contents_;  // by slot
+  std::map<std::int32_t, TokenIds> contents_;  // tokens by slot
 };
 
-/// A scheduler, its ranks, and what it has told.
+/// A scheduler, its stand-in ranks, and the events that it has sent.
 class Decoder {
  public:
   explicit Decoder(const SchedulerSpec& spec)
@@ -119,7 +119,7 @@ class Decoder {
 
   Scheduler& scheduler() { return scheduler_; }
 
-  /// Returns what the ranks were told to do.
+  /// Runs one step. Returns the order that the ranks received.
   StepOrder step() {
     StepOrder order = scheduler_.next();
     std::vector<ReplicaResult> results;
@@ -136,7 +136,7 @@ class Decoder {
       REQUIRE(i < 100'000);
       step();
     }
-    step();  // the calls that the last end left
+    step();  // runs the cache calls left by the last end
   }
 
   std::int64_t pages_used() const {
@@ -183,7 +183,7 @@ SchedulerSpec small_spec() {
   return spec;
 }
 
-/// With room for `requests` in the steps, of `tokens` each, and for as many ended ones.
+/// Has room for `requests` requests of `tokens` tokens each in the steps, and for as many ended ones.
 SchedulerSpec spacious_spec(std::int64_t requests, std::int64_t tokens) {
   SchedulerSpec spec = small_spec();
   spec.max_sequences = requests;
@@ -194,7 +194,7 @@ SchedulerSpec spacious_spec(std::int64_t requests, std::int64_t tokens) {
   return spec;
 }
 
-/// What the request gives alone.
+/// The answer to the request when it runs alone.
 TokenIds alone(const ServeRequest& request, const SchedulerSpec& spec) {
   TokenIds tokens = request.prompt;
   const std::int64_t most = request.max_tokens.value_or(
@@ -209,7 +209,7 @@ TokenIds alone(const ServeRequest& request, const SchedulerSpec& spec) {
   return output;
 }
 
-/// Random requests, many of which begin as earlier ones did or went on.
+/// Random requests; many begin like earlier ones, or continue them.
 class Requests {
  public:
   explicit Requests(unsigned seed) : random_(seed) {}
@@ -231,7 +231,7 @@ class Requests {
     if (pick(4) == 0) request.penalties.frequency = 0.5f;
     return request;
   }
-  /// A conversation goes on behind what it got.
+  /// Makes the output part of a conversation that later requests may continue.
   void remember(const ServeRequest& request, const TokenIds& output) {
     TokenIds tokens = request.prompt;
     tokens.insert(tokens.end(), output.begin(), output.end());
@@ -382,7 +382,7 @@ TEST_CASE("a conversation that goes on takes its beginning from the cache", "[qu
 
 namespace {
 
-/// A prompt of `size` times the same token, the id of which is also the request's name.
+/// A prompt that repeats one token `size` times. The token's id is also the request's name.
 ServeRequest uniform(std::int32_t token, std::size_t size) {
   ServeRequest request;
   request.id = std::to_string(token);
@@ -392,10 +392,10 @@ ServeRequest uniform(std::int32_t token, std::size_t size) {
   return request;
 }
 
-/// Runs the request to its end. Returns how much of its prompt it took from caches.
+/// Runs the request to its end. Returns how many tokens of its prompt came from caches.
 std::int64_t cached_tokens(Decoder& decoder, ServeRequest request) {
   static int count = 0;
-  request.id += "." + std::to_string(++count);  // it may come again
+  request.id += "." + std::to_string(++count);  // makes repeated requests distinct
   decoder.scheduler().take(request);
   decoder.run_to_end();
   return decoder.ends.at(request.id)["usage"]["cached_tokens"];
@@ -407,9 +407,10 @@ TEST_CASE("of ended requests, the one that was used longest ago is given up firs
   Decoder decoder(small_spec());
   for (const std::int32_t token : {1, 2, 3, 4}) CHECK(cached_tokens(decoder, uniform(token, 20)) == 0);
   CHECK(decoder.scheduler().stats().retained == 4);
-  CHECK(cached_tokens(decoder, uniform(1, 20)) == 19);  // which is one more: 2 goes, as 1 has just been used
+  // One request too many: 2 is evicted, because 1 has just been used.
+  CHECK(cached_tokens(decoder, uniform(1, 20)) == 19);
   CHECK(decoder.scheduler().stats().retained == 4);
-  CHECK(cached_tokens(decoder, uniform(2, 20)) == 0);  // 3 goes
+  CHECK(cached_tokens(decoder, uniform(2, 20)) == 0);  // evicts 3
   CHECK(cached_tokens(decoder, uniform(4, 20)) == 19);
   CHECK(cached_tokens(decoder, uniform(3, 20)) == 0);
 }
@@ -417,7 +418,7 @@ TEST_CASE("of ended requests, the one that was used longest ago is given up firs
 TEST_CASE("a request that needs memory takes it from the oldest, but not from the one that it continues",
           "[quick]") {
   SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;  // of 24 tokens over all ranks
+  spec.ledger.pages = 5;  // enough for 24 tokens over all ranks
   Decoder decoder(spec);
   for (const std::int32_t token : {1, 2, 3}) cached_tokens(decoder, uniform(token, 22));
   ServeRequest long_one = uniform(1, 50);
@@ -429,7 +430,7 @@ TEST_CASE("a request that needs memory takes it from the oldest, but not from th
 
 TEST_CASE("a request that would find no room even so leaves the caches of ended ones", "[quick]") {
   SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;  // of 24 tokens over all ranks
+  spec.ledger.pages = 5;  // enough for 24 tokens over all ranks
   Decoder decoder(spec);
   cached_tokens(decoder, uniform(1, 22));
   ServeRequest other = uniform(2, 80);
@@ -447,7 +448,7 @@ TEST_CASE("a request that would find no room even so leaves the caches of ended 
 }
 
 TEST_CASE("short prompts do not wait for long ones, nor these for short ones", "[quick]") {
-  const SchedulerSpec spec = small_spec();  // 11 tokens of prompts a step
+  const SchedulerSpec spec = small_spec();  // 11 prompt tokens per step
   Decoder decoder(spec);
   decoder.scheduler().take(uniform(1, 100));
   for (const std::int32_t token : {2, 3, 4}) decoder.scheduler().take(uniform(token, 5));
@@ -457,8 +458,10 @@ TEST_CASE("short prompts do not wait for long ones, nor these for short ones", "
     for (std::size_t i = 1; i < offsets.size(); ++i) of_entries.push_back(offsets[i] - offsets[i - 1]);
     return of_entries;
   };
-  CHECK(counts(decoder.step()) == std::vector<std::int32_t>{5, 6});  // a short one, and half of the long one
-  CHECK(counts(decoder.step()) == std::vector<std::int32_t>{1, 5, 6});  // the first draws its second token
+  // The short prompt, and half of the long one.
+  CHECK(counts(decoder.step()) == std::vector<std::int32_t>{5, 6});
+  // The first request draws its second token.
+  CHECK(counts(decoder.step()) == std::vector<std::int32_t>{1, 5, 6});
 
   Decoder equals(spec);
   for (const std::int32_t token : {1, 2}) equals.scheduler().take(uniform(token, 20));
@@ -477,7 +480,7 @@ TEST_CASE("beginnings of 16 tokens and more are shared", "[quick]") {
   CHECK(cached_tokens(decoder, beginning(1, 15)) == 0);
   CHECK(cached_tokens(decoder, beginning(1, 16)) == 16);
   const std::int64_t retained = decoder.scheduler().stats().retained;
-  cached_tokens(decoder, uniform(2, 14));  // 15 of its tokens are in the cache when it ends
+  cached_tokens(decoder, uniform(2, 14));  // its cache holds 15 tokens when it ends
   CHECK(decoder.scheduler().stats().retained == retained);
 }
 
@@ -506,7 +509,7 @@ TEST_CASE("prompts that continue one another join over several steps", "[quick]"
   spec.prefill_tokens = 1 << 20;
   spec.max_compared_tokens = 2000;
   Decoder decoder(spec);
-  // Each ended request is longer by a token than the one before.
+  // Each ended request is one token longer than the previous one.
   for (std::size_t i = 0; i < kRequests; ++i) cached_tokens(decoder, uniform(1, 100 + i));
   for (std::int64_t i = 0; i < kRequests; ++i) {
     ServeRequest request = uniform(1, 200);
@@ -521,7 +524,7 @@ TEST_CASE("prompts that continue one another join over several steps", "[quick]"
     REQUIRE(steps < 100);
     decoder.step();
     const std::int64_t now = decoder.scheduler().stats().running;
-    CHECK(now > running);  // one joins always
+    CHECK(now > running);  // at least one joins
     if (steps == 0) CHECK(now < kRequests);
     running = now;
   }
@@ -568,10 +571,10 @@ TEST_CASE("a request joins the replica with the fewest", "[quick]") {
 TEST_CASE("a replica that has no room for one request may have it for the next", "[quick]") {
   SchedulerSpec spec = small_spec();
   spec.num_replicas = 2;
-  spec.ledger.pages = 5;  // of 24 tokens over all ranks
+  spec.ledger.pages = 5;  // enough for 24 tokens over all ranks
   Decoder decoder(spec);
   std::int32_t token = 0;
-  for (const std::int64_t pages : {3, 2, 3, 2}) {  // the third one finds room in the second replica alone
+  for (const std::int64_t pages : {3, 2, 3, 2}) {  // the third one finds room only in the second replica
     ServeRequest request = uniform(++token, 10);
     request.max_tokens = pages * 24 - 10;
     decoder.scheduler().take(request);

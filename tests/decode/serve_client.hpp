@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ServeClient: a serving decoder in this process, and the client's ends of its pipes.
+// ServeClient: a serving decoder in this process, with the client's ends of its pipes.
 #pragma once
 
 #include <array>
@@ -36,7 +36,7 @@ class ServeClient {
           decode::run_local(model.checkpoint, model.config, topo, request, options);
         }) {}
 
-  /// `serve`: a decoder of the test's own.
+  /// `serve` runs a decoder that the test provides.
   explicit ServeClient(std::function<void(decode::Frontend&)> serve) {
     if (pipe(in_.data()) != 0 || pipe(out_.data()) != 0) throw Error(ErrorCode::io, "no pipe");
     client_.emplace(in_[0], out_[1]);
@@ -46,7 +46,7 @@ class ServeClient {
       } catch (...) {
         failure_ = std::current_exception();
       }
-      client_.reset();  // writes what is left
+      client_.reset();  // writes the remaining output
       ::close(out_[1]);
       has_ended_ = true;
     });
@@ -71,7 +71,7 @@ class ServeClient {
     }
   }
 
-  /// The next event, if one comes in time; nullopt at the end too.
+  /// The next event if one arrives in time; nullopt otherwise, and at the end.
   std::optional<nlohmann::json> next_event(std::chrono::milliseconds longest = std::chrono::seconds(60)) {
     while (true) {
       const std::size_t end = received_.find('\n');
@@ -89,16 +89,17 @@ class ServeClient {
     }
   }
 
-  /// Bytes of events that have not been read. Only while requests run.
+  /// Bytes of unread events. Only meaningful while requests run.
   std::size_t backlog() const { return client_->backlog(); }
 
-  /// Ends the input. Events go on until all requests are done.
+  /// Ends the input. Events continue until all requests are done.
   void close() {
     ::close(in_[1]);
     in_[1] = -1;
   }
 
-  /// Ends the input, and returns when the decoder has ended. @throws what it ended with.
+  /// Ends the input, and returns when the decoder has ended.
+  /// @throws the decoder's error.
   void finish() {
     close();
     while (next_event()) {
@@ -107,12 +108,12 @@ class ServeClient {
     rethrow();
   }
 
-  /// Reads no more: the decoder's writes fail.
+  /// Stops reading, so that the decoder's writes fail.
   void hang_up() {
     ::close(out_[0]);
     out_[0] = -1;
   }
-  /// Whether the decoder has ended, within `longest`.
+  /// Whether the decoder ends within `longest`.
   bool has_ended(std::chrono::milliseconds longest) const {
     const auto end = std::chrono::steady_clock::now() + longest;
     while (!has_ended_ && std::chrono::steady_clock::now() < end)
@@ -120,14 +121,14 @@ class ServeClient {
     return has_ended_;
   }
 
-  /// After the last event: what the decoder ended with.
+  /// To be called after the last event: rethrows the decoder's error, if any.
   void rethrow() const {
     if (failure_) std::rethrow_exception(failure_);
   }
 
  private:
   std::array<int, 2> in_{};   // to the decoder
-  std::array<int, 2> out_{};  // from it
+  std::array<int, 2> out_{};  // from the decoder
   std::optional<decode::Frontend> client_;
   std::exception_ptr failure_;
   std::atomic<bool> has_ended_ = false;

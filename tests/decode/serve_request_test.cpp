@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The keys of a request to a serving decoder, each of which comes to its own member.
+// The keys of a request to a serving decoder: each sets its own member.
 #include "serve/serve_request.hpp"
 
 #include <string>
@@ -77,7 +77,7 @@ TEST_CASE("a number beyond its bounds is refused with both bounds", "[quick]") {
               "; expected an array of token ids of 0 to 2147483647");
   }
   CHECK(parsed(R"({"id":"a","prompt":[2147483647],"top_k":2147483647})").sampling.top_k == 2147483647);
-  // Floats, which the larger of these are not; as such they would be infinite.
+  // These members are floats. The larger values here do not fit into a float and would become infinite.
   for (const char* key : {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"}) {
     const std::string quoted = '"' + std::string(key) + '"';
     for (const char* number : {"1e300", "-1e39"}) {

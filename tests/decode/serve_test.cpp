@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// helix-decode --serve in this process: golden texts under every legal topology, a fuzzed session, hostile
-// clients.
+// helix-decode --serve in this process: golden texts under every legal topology, a fuzzed session, and
+// hostile clients.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -47,13 +47,13 @@ Json golden_text(const std::string& name) {
   return Json::parse(file);
 }
 
-/// An end event, without what takes memory: a long session is watched for growth.
+/// An end event reduced to little memory, because a long session is checked for growth.
 struct End {
   std::string reason;
   std::int64_t cached_tokens = 0;
 };
 
-/// What a session has given so far, by request.
+/// The results of a session so far, by request.
 struct Answers {
   std::map<std::string, TokenIds> tokens;
   std::map<std::string, End> ends;
@@ -79,7 +79,7 @@ struct Answers {
   }
 };
 
-/// Adds events until `done`.
+/// Reads events until `done` is true.
 template <class Done>
 void read_until(ServeClient& client, Answers& answers, const Done& done) {
   while (!done()) {
@@ -108,7 +108,7 @@ void check_golden_texts(const std::string& name, int num_ranks, MlaForm form = M
   REQUIRE(specs.size() > 0);
   for (const TopologySpec& spec : specs) {
     CAPTURE(name, spec.kvp, spec.tpa, spec.tpf, spec.ep, spec.pp, spec.dp, static_cast<int>(form));
-    GenerationRequest request = serving(3, 512, 2048);  // fewer at once than there are: some wait
+    GenerationRequest request = serving(3, 512, 2048);  // fewer at once than there are, so some wait
     request.mla_prefill = form;
     ServeClient client(model, spec, request, {.num_threads = 1});
     Answers answers;
@@ -129,7 +129,7 @@ void check_golden_texts(const std::string& name, int num_ranks, MlaForm form = M
   }
 }
 
-/// Requests drawn at random, among them malformed lines; a part of them begins as earlier ones.
+/// Random requests, including malformed lines; some begin like earlier ones.
 class RandomSession {
  public:
   RandomSession(std::int64_t vocab, unsigned seed) : random_(seed), vocab_(vocab) {}
@@ -200,7 +200,7 @@ class RandomSession {
   int count_ = 0;
 };
 
-/// A session of `num_requests`, each answer of which equals the same request alone on one rank.
+/// A session of `num_requests`. Each answer must equal that of the same request alone on one rank.
 void check_session(const TopologySpec& spec, int num_requests, unsigned seed) {
   const ReferenceModel model("llama-tiny");
   RandomSession session(model.config.shape.vocab, seed);
@@ -225,7 +225,7 @@ void check_session(const TopologySpec& spec, int num_requests, unsigned seed) {
       cancelled.insert(id);
     }
     if (session.pick(50) == 0) client.send({{"forget", true}});
-    // No more than a dozen wait, so that requests join beside running ones.
+    // At most a dozen unanswered, so that requests join while others run.
     read_until(client, answers, [&] { return sent.size() - answers.ends.size() < 12; });
     if (resident == 0 && std::ssize(sent) > num_requests / 4)
       resident = stats_of(client, answers)["resident_bytes"];
@@ -322,7 +322,7 @@ TEST_CASE("log-probabilities come best first, and a penalty keeps tokens from co
     CHECK(event["best"][0][1].get<double>() >= event["best"][1][1].get<double>());
     CHECK(event["best"][1][1].get<double>() >= event["best"][2][1].get<double>());
   }
-  // No token comes twice where having it costs more than any logit.
+  // Every repetition costs more than any logit can gain, so no token occurs twice.
   client.send({{"id", "once"},
                {"prompt", prompt},
                {"max_tokens", 40},
@@ -445,7 +445,7 @@ TEST_CASE("a request whose logits are not finite ends with an error, and the one
   const Golden golden = ReferenceModel("llama-tiny").golden();
   const TokenIds& prompt = golden.prompts[0];
   const TokenIds& tokens = golden.greedy[0];
-  std::int32_t bad_id = 0;  // that the good request never comes to
+  std::int32_t bad_id = 0;  // never reached by the good request
   while (std::ranges::count(prompt, bad_id) + std::ranges::count(tokens, bad_id) > 0) ++bad_id;
   const ScratchDirectory scratch;
   for (const char* name : {"config.json", "model.safetensors"})
@@ -513,7 +513,7 @@ TEST_CASE("a flood of bad lines holds up neither requests nor the other ranks") 
   const ReferenceModel model("llama-tiny");
   ServeClient client(model, {.kvp = 2}, serving(2, 256, 512),
                      {.num_threads = 1, .timeout = std::chrono::milliseconds(400)});
-  constexpr std::size_t kLines = 200000;  // which take seconds
+  constexpr std::size_t kLines = 200000;  // takes seconds
   client.send({{"id", "beside"}, {"prompt", {1, 2, 3}}, {"max_tokens", 250}, {"ignore_eos", true}});
   std::jthread writer([&] {
     std::string lines;
@@ -522,7 +522,7 @@ TEST_CASE("a flood of bad lines holds up neither requests nor the other ranks") 
     client.send({{"id", "behind"}, {"prompt", {1, 2, 3}}, {"max_tokens", 3}, {"ignore_eos", true}});
   });
   std::size_t errors = 0;
-  std::size_t amid = 0;  // tokens between the errors
+  std::size_t amid = 0;  // tokens that arrive between the errors
   Answers answers;
   while (!answers.ends.contains("beside") || !answers.ends.contains("behind")) {
     const auto event = client.next_event();
@@ -575,7 +575,7 @@ TEST_CASE("a client that does not read pauses the steps until it does") {
   const ReferenceModel model("llama-tiny");
   ServeClient client(model, {.kvp = 2}, serving(2, 8192, 16384),
                      {.num_threads = 1, .timeout = std::chrono::milliseconds(800)});
-  // Events of 20 log-probabilities, together more than the client may be behind.
+  // Events with 20 log-probabilities each, which together exceed the limit on a client's backlog.
   const int num_requests = 6;
   for (int i = 0; i < num_requests; ++i) {
     client.send({{"id", std::to_string(i)},

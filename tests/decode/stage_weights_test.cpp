@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaded weights: every view of every rank holds the elements that its layer reads, also out of fp8 blocks.
+// Loaded weights: every view on every rank holds the elements that its layer reads, also from fp8 blocks.
 #include "model/stage_weights.hpp"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ using nlohmann::json;
 
 namespace {
 
-/// Memory that starts as NaN, so that what is not loaded shows.
+/// Memory that starts as NaN, so that missing elements show.
 struct HostBackend {
   using Stream = int;
   class Buffer {
@@ -54,7 +54,7 @@ struct HostBackend {
   void synchronize(int) const {}
 };
 
-/// The same with threads that write to its memory: uses weights in place.
+/// The same with threads that write to its memory, so that weights are used in place.
 struct ThreadedHostBackend : HostBackend {
   cpu::ThreadPool& thread_pool() const { return *pool_; }
 
@@ -68,7 +68,7 @@ float at(const WeightView& view, std::int64_t row, std::int64_t col) {
   });
 }
 
-/// Every element of `view` equals expected(row, col).
+/// Checks that every element of `view` equals expected(row, col).
 void check_view(const std::string& what, const WeightView& view, std::int64_t rows, std::int64_t cols,
                 const std::function<float(std::int64_t, std::int64_t)>& expected) {
   CAPTURE(what);
@@ -86,7 +86,7 @@ void check_view(const std::string& what, const WeightView& view, std::int64_t ro
   SUCCEED();
 }
 
-/// Part `index` of `parts`, longer ones first.
+/// Part `index` of `parts` parts; longer parts come first.
 struct Part {
   std::int64_t begin = 0;
   std::int64_t count = 0;
@@ -97,7 +97,8 @@ struct Part {
   }
 };
 
-/// Everything that one rank loaded, against the layout of LayerWeights, from the rank's coordinates alone.
+/// Checks everything that one rank loaded against the layout of LayerWeights, using only the rank's
+/// coordinates.
 class RankCheck {
  public:
   RankCheck(const ModelOnDisk& model, const Topology& topo, int world_rank,
@@ -126,7 +127,7 @@ class RankCheck {
  private:
   using Expected = std::function<float(std::int64_t, std::int64_t)>;
 
-  /// Elements of `tensor` from [row, col] on.
+  /// The elements of `tensor` from [row, col] on.
   Expected from(const std::string& tensor, std::int64_t row, std::int64_t col = 0) const {
     return [this, tensor, row, col](std::int64_t r, std::int64_t c) {
       return model_.value(tensor, row + r, col + c);
@@ -311,12 +312,12 @@ class RankCheck {
   int rank_;
   int tpa_rank_;
   std::int64_t hidden_;
-  std::int64_t combined_;  // query heads after the exchange, from first_combined_ on
+  std::int64_t combined_;  // number of query heads after the exchange, from first_combined_ on
   std::int64_t first_combined_;
   LatentWeights latent_;
 };
 
-/// @returns bytes in place.
+/// @returns the bytes used in place.
 template <class B>
 std::int64_t check_rank(const ModelOnDisk& model, const Topology& topo, int world_rank,
                         LatentWeights latent = LatentWeights::absorbed) {
@@ -404,7 +405,7 @@ TEST_CASE("fp8 blocks are dequantised with the scale of their block, also where 
   json config = deepseek();
   config["quantization_config"] = kFp8;
   config["hidden_size"] = 136;
-  config["intermediate_size"] = 272;  // 68 rows a rank: blocks of 128 are cut
+  config["intermediate_size"] = 272;  // 68 rows per rank, which cuts blocks of 128
   config["kv_lora_rank"] = 132;
   config["v_head_dim"] = 20;
   const ModelOnDisk model(config);
@@ -487,7 +488,8 @@ TEST_CASE("weights in place outlive the checkpoint that they come from") {
   const auto weights = load_stage_weights(backend, config, *checkpoint, topo, 0, 0);
   checkpoint.reset();
   std::filesystem::remove(model.directory().path() / "model.safetensors");
-  // All but what must be cut by columns or joined: nothing of a rank alone, and qkv lies in the file's order.
+  // A single rank needs no slices by columns and no joins, and qkv lies in the file's order, so everything is
+  // in place.
   CHECK(weights.buffer_bytes() == 0);
   RankCheck(model, topo, 0).check(weights);
 }
@@ -502,12 +504,13 @@ TEST_CASE("several ranks of a process use one mapping") {
   const auto a = load_stage_weights(backend, config, checkpoint, topo, 0, 0);
   const auto b = load_stage_weights(backend, config, checkpoint, topo, 3, 0);
   CHECK(a.layers[0].input_norm.data == b.layers[0].input_norm.data);
-  CHECK(checkpoint.files().front().mapping().use_count() == 4);  // the file's, two ranks', and this one
+  // The file's mapping, two ranks' copies, and this one.
+  CHECK(checkpoint.files().front().mapping().use_count() == 4);
 }
 
 TEST_CASE("loading keeps resident memory to the rank's share") {
   if (!ResidentMemory::if_told()) return helix::test::skip("no /proc/self/statm");
-  // 2 x 64 MiB of vocabulary; down_proj is cut by columns, which touches every page of it.
+  // 2 x 64 MiB of vocabulary. down_proj is cut by columns, so loading touches all of its pages.
   json config = llama();
   config["hidden_size"] = 1024;
   config["vocab_size"] = 32768;
@@ -557,7 +560,7 @@ TEST_CASE("loading keeps resident memory to the rank's share") {
   CHECK(plan.weight_bytes() > std::int64_t{50} << 20);
   CHECK(peak - before < std::int64_t{20} << 20);
 
-  // In place the file's pages count, and no copy of them.
+  // In place, only the file's pages count, and no copy of them.
   const ResidentMemory start = ResidentMemory::now();
   ThreadedHostBackend backend;
   const WeightPlan planned =
@@ -568,7 +571,7 @@ TEST_CASE("loading keeps resident memory to the rank's share") {
   const std::int64_t slack = std::int64_t{20} << 20;
   CHECK(planned.in_place_bytes() > std::int64_t{30} << 20);
   CHECK(std::abs(after.files - start.files - planned.in_place_bytes()) < slack);
-  // ThreadSanitizer keeps books of what is written, which are the process's own memory too.
+  // ThreadSanitizer records writes in memory that counts as the process's own.
   if (!helix::test::kHasThreadSanitizer)
     CHECK(std::abs(after.own - start.own - planned.allocated_bytes()) < slack);
 }

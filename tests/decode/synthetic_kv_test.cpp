@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Synthetic KV: runs of rows are their elements, pages hold what their rank owns, and the values stay.
+// Synthetic KV: runs of rows equal their single elements, pages hold what their rank owns, and the values
+// never change.
 #include "generate/synthetic_kv.hpp"
 
 #include <cstdint>
@@ -37,14 +38,14 @@ ModelShape mla_shape() {
   return shape;
 }
 
-/// FNV-1a of a value's bits.
+/// Adds a value's bits to an FNV-1a hash.
 void mix(std::uint64_t& hash, std::uint16_t bits) {
   for (const unsigned byte : {bits & 0xffu, static_cast<unsigned>(bits) >> 8}) {
     hash = (hash ^ byte) * 0x100000001b3ull;
   }
 }
 
-/// What a rank's pages must hold, element by element.
+/// The expected contents of a rank's pages, element by element.
 template <class T>
 void check_stored(const LocalBackend& backend, const ShardedKVCache<LocalBackend>& cache,
                   const SequenceId& sequence, Range heads, Range layers, const std::vector<float>& scales) {
@@ -126,7 +127,7 @@ TEST_CASE("runs of synthetic rows are their elements one by one, in every type")
         dispatch(dtype, [&]<class T>(T*) {
           const std::int64_t stride = columns + 3;
           std::vector<T> expected(static_cast<std::size_t>(rows.num_rows * stride), T(7.0f));
-          std::vector<T> out = expected;  // what lies between rows stays
+          std::vector<T> out = expected;  // the gaps between rows must stay unchanged
           for (std::int64_t row = 0; row < rows.num_rows; ++row) {
             const std::uint32_t key = synthetic_row_key(2, 1, 1000 + row, rows.is_value);
             for (std::int64_t c = 0; c < columns; ++c) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread that cannot be started, whichever it is, ends the ranks of the process at once with one error.
+// If any thread cannot be started, the ranks of the process end at once with one error.
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -27,7 +27,7 @@ namespace {
 
 using Catch::Matchers::Contains;
 
-/// Refuses threads for as long as it lives.
+/// Refuses new threads while it lives.
 struct Refusal {
   Refusal(int first, int count) { refuse_threads(first, count); }
   ~Refusal() { refuse_threads(0, 0); }
@@ -111,7 +111,7 @@ TEST_CASE(
   REQUIRE(pthread_getattr_default_np(&usual) == 0);
   pthread_attr_t small = usual;
   REQUIRE(pthread_attr_setstacksize(&small, 128 << 10) == 0);
-  REQUIRE(pthread_setattr_default_np(&small) == 0);  // as ulimit -s does at the start of a program
+  REQUIRE(pthread_setattr_default_np(&small) == 0);  // as ulimit -s does when a program starts
   std::size_t stack = 0;
   std::size_t guard = 0;
   {
@@ -132,7 +132,7 @@ TEST_CASE(
 }
 
 TEST_CASE("a process whose watch cannot be started is an error there, and named on the others") {
-  // The test's own two threads come first; the watch of one of the processes is refused.
+  // The test starts two threads of its own first; the watch thread of one process is then refused.
   const Refusal refusal(2, 1);
   const auto start = std::chrono::steady_clock::now();
   std::string all;

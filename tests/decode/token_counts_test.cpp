@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The penalties that follow from the tokens of a prompt and of its output.
+// The penalties that follow from the tokens of a prompt and its output.
 #include "generate/token_counts.hpp"
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace {
 using decode::Penalties;
 using decode::TokenCounts;
 
-/// The penalties at row 4 behind `prompt` and `output`.
+/// The penalties at row 4 after `prompt` and `output`.
 std::vector<LogitPenalty> penalties_of(const Penalties& penalties, const std::vector<std::int32_t>& prompt,
                                        const std::vector<std::int32_t>& output) {
   TokenCounts counts(penalties, prompt);

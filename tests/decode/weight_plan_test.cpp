@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weight plans: the ranks' slices form a partition, and checkpoints that do not fit are refused.
+// Weight plans: the slices of all ranks partition the tensors, and checkpoints that do not fit are refused.
 #include "model/weight_plan.hpp"
 
 #include <cstdint>
@@ -28,7 +28,7 @@ using nlohmann::json;
 
 namespace {
 
-/// How often the ranks of one replica hold each element of each tensor.
+/// For each tensor, how many ranks of one replica hold each of its elements.
 using Coverage = std::map<std::string, std::vector<int>>;
 
 Coverage coverage(const ModelOnDisk& model, const Topology& topo) {
@@ -69,7 +69,7 @@ bool ends_with_any(const std::string& name, const std::vector<std::string>& endi
   return false;
 }
 
-/// Ranks of a stage that hold each element of `name`, kv_b_proj aside.
+/// Number of ranks of a stage that hold each element of `name`; not for kv_b_proj.
 int holders(const std::string& name, const ModelConfig& config, const Topology& topo) {
   const std::vector<std::string> everywhere = {"norm.weight",
                                                "gate.weight",
@@ -90,8 +90,8 @@ int holders(const std::string& name, const ModelConfig& config, const Topology& 
   return name == "model.embed_tokens.weight" && config.tie_word_embeddings && topo.pp() > 1 ? 2 : 1;
 }
 
-/// Everything exactly once, except what every rank needs whole, and QKV once in every KVP rank. Of kv_b_proj
-/// W_UK's rows are held by all, W_UV's by one.
+/// Checks that every element is held exactly once, except what every rank needs whole, and QKV, which each
+/// KVP rank holds once. In kv_b_proj, W_UK's rows are held by all ranks and W_UV's by one.
 void check_partition(const ModelOnDisk& model, const TopologySpec& spec) {
   const ModelConfig config = model.config();
   const Topology topo(spec, config.shape);
@@ -148,7 +148,7 @@ TEST_CASE("the ranks of a stage hold a partition, QKV once in every KVP rank") {
   check_partition(mixture, {.kvp = 4, .ep = 4, .pp = 2});
   json uneven = deepseek("deepseek_v2");
   uneven["moe_intermediate_size"] = 11;
-  uneven["intermediate_size"] = 5;  // some ranks hold none of it
+  uneven["intermediate_size"] = 5;  // some ranks hold no part
   uneven["q_lora_rank"] = nullptr;
   check_partition(ModelOnDisk(uneven), {.kvp = 8, .ep = 2, .allow_uneven_ffn = true});
 }
@@ -209,11 +209,12 @@ TEST_CASE("layers beyond num_hidden_layers and tensors that no config key asks f
     for (const WeightSlice& slice : target.slices)
       CHECK(slice.tensor().find("layers.2.") == std::string::npos);
   }
-  CHECK(unused_tensors(config, checkpoint).empty());  // as DeepSeek's own: they predict a token more
+  // These layers predict further tokens, as in DeepSeek's checkpoints.
+  CHECK(unused_tensors(config, checkpoint).empty());
   shorter["num_nextn_predict_layers"] = 0;
   CHECK_FALSE(unused_tensors(parse_model_config(shorter.dump(), "config.json"), checkpoint).empty());
   shorter["num_nextn_predict_layers"] = 1;
-  shorter["num_hidden_layers"] = 1;  // one of the two behind it predicts nothing
+  shorter["num_hidden_layers"] = 1;  // one of the two layers after it predicts no token
   const auto unused = unused_tensors(parse_model_config(shorter.dump(), "config.json"), checkpoint);
   REQUIRE_FALSE(unused.empty());
   for (const std::string_view name : unused) CHECK(name.starts_with("model.layers.2."));
@@ -234,7 +235,7 @@ TEST_CASE("tensors that a config has no use for are named") {
 
 namespace {
 
-/// Tensors that a rank takes for a role.
+/// Names of the tensors that a rank takes for a role.
 std::vector<std::string> sources(const WeightPlan& plan, WeightRole role) {
   std::vector<std::string> names;
   for (const WeightTarget& target : plan.targets) {
@@ -371,7 +372,7 @@ TEST_CASE("types that nothing reads, fp8 without scales and foreign topologies a
 
 namespace {
 
-/// Targets over the tensors of a file, to ask where they lie.
+/// Targets over the tensors of a file, to test where they lie in place.
 class InPlace {
  public:
   explicit InPlace(std::size_t remainder = 0) {
@@ -386,7 +387,7 @@ class InPlace {
     checkpoint_ = std::make_unique<Checkpoint>(directory_.path());
   }
 
-  /// Rows of a tensor, at row `target_row` of the target.
+  /// Rows of a tensor, placed at row `target_row` of the target.
   WeightSlice rows(const std::string& tensor, Range rows, std::int64_t target_row = 0) const {
     WeightSlice slice;
     slice.source = checkpoint_->find(tensor);
@@ -396,7 +397,8 @@ class InPlace {
     return slice;
   }
 
-  /// Where a target of such slices lies, counted from the beginning of `tensor`; nullopt: nowhere.
+  /// The position of a target with these slices, relative to the beginning of `tensor`; nullopt if it is not
+  /// in place.
   std::optional<std::int64_t> find(const std::string& tensor, std::int64_t num_rows, std::int64_t num_cols,
                                    std::vector<WeightSlice> slices, DType dtype = DType::bf16) const {
     WeightTarget target;
@@ -429,16 +431,16 @@ TEST_CASE("a target lies in place where its rows follow each other in one file, 
   CHECK(at.find("gate", 12, 4, {at.rows("gate", {0, 6}), at.rows("up", {0, 6}, 6)}) == 0);
   CHECK(at.find("gate", 4, 4, {at.rows("gate", {4, 6}), at.rows("up", {0, 2}, 2)}) == 4 * 4 * 2);
   CHECK(at.find("f32", 2, 4, {at.rows("f32", {0, 2})}, DType::f32) == 0);
-  // An empty slice takes nothing and is nowhere.
+  // An empty slice needs no bytes and has no position.
   CHECK(at.find("up", 6, 4, {at.rows("other", {0, 0}), at.rows("up", {0, 6})}) == 0);
 
-  CHECK_FALSE(at.find("gate", 12, 4, {at.rows("up", {0, 6}), at.rows("gate", {0, 6}, 6)}));  // order
+  CHECK_FALSE(at.find("gate", 12, 4, {at.rows("up", {0, 6}), at.rows("gate", {0, 6}, 6)}));  // wrong order
   CHECK_FALSE(at.find("gate", 12, 4, {at.rows("up", {0, 6}, 6), at.rows("gate", {0, 6})}));
   CHECK_FALSE(at.find("gate", 12, 4, {at.rows("gate", {0, 6}, 6), at.rows("up", {0, 6}, 0)}));
   CHECK_FALSE(at.find("gate", 6, 4, {at.rows("gate", {0, 3}), at.rows("up", {0, 3}, 3)}));    // a gap
   CHECK_FALSE(at.find("gate", 12, 4, {at.rows("up", {0, 6}), at.rows("other", {0, 6}, 6)}));  // two files
   CHECK_FALSE(at.find("gate", 6, 4, {at.rows("gate", {0, 6})}, DType::f32));                  // widened
-  CHECK_FALSE(at.find("gate", 8, 4, {at.rows("gate", {0, 6})}));                              // part of it
+  CHECK_FALSE(at.find("gate", 8, 4, {at.rows("gate", {0, 6})}));                              // only a part
   CHECK_FALSE(at.find("gate", 0, 4, {}));
 
   WeightSlice scaled = at.rows("gate", {0, 6});
@@ -458,7 +460,7 @@ TEST_CASE("columns lie in place in a single row only, repeated rectangles withou
   columns.cols = {4, 8};
   CHECK(at.find("wide", 1, 4, {columns}) == (2 * 8 + 4) * 2);
 
-  WeightSlice beside = at.rows("norm", {0, 1});  // joined with columns of its own row
+  WeightSlice beside = at.rows("norm", {0, 1});  // joined with columns in the same row
   beside.cols = {0, 2};
   WeightSlice rest = beside;
   rest.cols = {2, 4};

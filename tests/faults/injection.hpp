@@ -25,13 +25,14 @@ namespace helix::test {
 /// What goes wrong.
 enum class Fault {
   none,
-  host_exception,   ///< The call throws on the host.
-  queue_exception,  ///< A task before the call throws on the stream's worker; on the host without one.
-  no_memory,        ///< The call throws std::bad_alloc on the host.
-  host_stop,        ///< The rank's host stands still for longer than the others wait.
-  queue_stop,       ///< The rank's stream does; its host without a worker.
-  mismatch,         ///< A collective is called with another size.
-  skip,             ///< A collective is not called.
+  host_exception,  ///< The call throws on the host.
+  /// A task before the call throws on the stream's worker, or on the host if there is no worker.
+  queue_exception,
+  no_memory,   ///< The call throws std::bad_alloc on the host.
+  host_stop,   ///< The rank's host thread stops for longer than the others wait.
+  queue_stop,  ///< The rank's stream stops, or its host thread if there is no worker.
+  mismatch,    ///< A collective is called with another size.
+  skip,        ///< A collective is not called.
 };
 
 inline std::string_view to_string(Fault fault) {
@@ -47,23 +48,24 @@ inline bool is_of_collectives(Fault fault) {
   return fault == Fault::mismatch || fault == Fault::skip;
 }
 
-/// The fault of one rank: at its first call that can have it, from number `call` on.
+/// The fault of one rank, at its first suitable call from number `call` on.
 struct Injection {
   Fault fault = Fault::none;
   std::int64_t call = 0;
   std::chrono::milliseconds stop{0};  ///< How long a stop lasts.
 };
 
-/// Counts the calls of one rank, from its one host thread, and injects.
+/// Counts the calls of one rank, made from its one host thread, and injects the fault.
 class FaultPoint {
  public:
   explicit FaultPoint(const Injection& injection = {}) : injection_(injection) {}
 
   std::int64_t num_calls() const { return num_calls_; }
-  /// The call that failed; empty before.
+  /// The call that failed; empty before the failure.
   const std::string& where() const { return where_; }
 
-  /// Before each call of the backend. `stream`: null where the call takes none or nobody can queue a task.
+  /// To be called before each call of the backend. `stream` is null if the call takes none or no task can be
+  /// queued.
   void reach(std::string_view name, const cpu::Stream* stream) {
     if (!is_due(!is_of_collectives(injection_.fault))) return;
     where_ = name;
@@ -81,7 +83,7 @@ class FaultPoint {
         [what = std::make_shared<const std::string>(what)] { throw std::runtime_error(*what); });
   }
 
-  /// Before each collective of a group of several ranks. Returns what happens to it.
+  /// To be called before each collective of a group of several ranks. Returns the fault to apply.
   Fault reach_collective(std::string_view name, const cpu::Stream* stream) {
     if (!is_of_collectives(injection_.fault)) {
       reach(name, stream);
@@ -103,7 +105,7 @@ class FaultPoint {
   std::string where_;
 };
 
-/// The stream in which a fault may be queued; null: in this kind none can.
+/// The stream in which a fault can be queued; null if this kind of stream has no worker.
 inline const cpu::Stream* worker_of(const cpu::Stream& stream) {
   return &stream;
 }
@@ -112,7 +114,7 @@ const cpu::Stream* worker_of(const Other&) {
   return nullptr;
 }
 
-/// A communicator whose collectives may fail, be of another size or be left out.
+/// A communicator whose collectives may fail, use another size or be skipped.
 template <class Base>
 class FaultyComm : public Base {
  public:
@@ -167,13 +169,13 @@ class FaultyComm : public Base {
   std::shared_ptr<FaultPoint> point_;
 };
 
-/// A backend over a FaultyComm whose calls may fail. Results are those of Base.
+/// A backend over a FaultyComm whose calls may fail. Its results are those of Base.
 template <class Base>
 class FaultyBackend : public Base {
  public:
   using typename Base::Comm;
 
-  /// `more`: what Base's constructor takes behind its communicators.
+  /// `more` are further constructor arguments of Base, after its communicators.
   template <class... More>
   FaultyBackend(const JobComms<Comm>& comms, std::shared_ptr<FaultPoint> point, More&&... more)
       : Base(comms.stage, comms.kvp, std::forward<More>(more)...), point_(std::move(point)) {}

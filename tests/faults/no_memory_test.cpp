@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory runs out on the host of one rank, at each allocation in turn: all ranks end, and the threads can
-// generate again.
+// One rank's host runs out of memory, at each allocation in turn: all ranks end, and the threads can generate
+// again.
 #include <algorithm>
 #include <barrier>
 #include <chrono>
@@ -56,11 +56,13 @@ struct Job {
 
 struct Outcome {
   RankOutcomes ranks;
-  std::int64_t allocations = 0;  ///< Of the failing rank's host.
-  std::string again;             ///< What was wrong with the generation after, on the same threads.
+  std::int64_t allocations = 0;  ///< Allocations on the failing rank's host.
+  /// What was wrong with the next generation on the same threads; empty if nothing.
+  std::string again;
 };
 
-/// Generates while allocation `number` of the host of `failing_rank` fails, and once more without.
+/// Generates while allocation `number` on the host of `failing_rank` fails, and then once more without a
+/// failure.
 Outcome run_without_memory(const Job& job, int failing_rank, std::int64_t number) {
   Outcome outcome;
   outcome.ranks.failures.resize(2);
@@ -85,7 +87,7 @@ Outcome run_without_memory(const Job& job, int failing_rank, std::int64_t number
   return outcome;
 }
 
-/// Lets about `count` allocations of each rank fail, or all if it makes fewer, spread over all.
+/// Lets about `count` allocations of each rank fail, evenly spread, or all if there are fewer.
 void fail_allocations(const std::string& model, std::int64_t count) {
   const Job job(model);
   for (int rank = 0; rank < 2; ++rank) {
@@ -100,11 +102,11 @@ void fail_allocations(const std::string& model, std::int64_t count) {
                          << outcome.ranks.all_messages());
       CHECK(outcome.again == "");
       ++num_failed;
-      // Allocations of a clean-up may fail and be done without.
+      // Allocations in a clean-up may fail without harm.
       if (!outcome.ranks.failures[static_cast<std::size_t>(rank)]) continue;
       ++num_noticed;
       const std::string other = outcome.ranks.message(1 - rank);
-      // It may have got all that it needs before.
+      // The other rank may already have received everything it needs.
       CHECK((other.empty() || other.find("rank " + std::to_string(rank)) != std::string::npos));
     }
     CHECK(num_noticed > num_failed / 2);

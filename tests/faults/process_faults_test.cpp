@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that are killed or stopped under mpirun, at any moment: the job ends in time with an error that names
-// the rank, or with the right tokens, and leaves no process behind. A serving job tells its client.
+// Ranks are killed or stopped under mpirun at any moment. The job ends in time, either with an error that
+// names the rank or with the right tokens, and leaves no process behind. A serving job tells its client.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -34,7 +34,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int kRanks = 4;
 constexpr int kDeadlineSeconds = 3;
 constexpr milliseconds kBound{2 * kDeadlineSeconds * 1000};
-constexpr milliseconds kSlack{6000};  // of mpirun to start and to clean up, on a busy machine
+constexpr milliseconds kSlack{6000};  // time for mpirun to start and to clean up on a busy machine
 
 milliseconds since(Clock::time_point start) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - start);
@@ -42,10 +42,10 @@ milliseconds since(Clock::time_point start) {
 
 const std::string kGenerate = " --prompt-ids 1,2,3,4,5 --max-new-tokens 1000 --ignore-eos";
 
-/// A job under mpirun, whose processes are found by a mark in their environment.
+/// A job under mpirun. Its processes are found by a mark in their environment.
 class MpiJob {
  public:
-  /// `input`: a descriptor that stays the caller's; -1: none.
+  /// `input` is a descriptor that the caller keeps; -1: none.
   explicit MpiJob(const ScratchDirectory& scratch, const std::string& arguments = kGenerate, int input = -1)
       : mark_("HELIX_FAULT_JOB=" + std::to_string(::getpid()) + "." + std::to_string(++count_)),
         output_(scratch / "output.txt") {
@@ -74,7 +74,7 @@ class MpiJob {
   MpiJob(const MpiJob&) = delete;
   MpiJob& operator=(const MpiJob&) = delete;
 
-  /// The exit code, 128 + signal; nullopt if the job still runs after `time`.
+  /// The exit code, or 128 + signal; nullopt if the job still runs after `time`.
   std::optional<int> wait(milliseconds time) {
     const Clock::time_point deadline = Clock::now() + time;
     while (!exit_code_) {
@@ -96,14 +96,14 @@ class MpiJob {
     return found.empty() ? std::nullopt : std::optional(found.front());
   }
 
-  /// Ranks that have started and not ended.
+  /// Number of ranks that have started and not ended.
   int num_ranks() const {
     int count = 0;
     for (int rank = 0; rank < kRanks; ++rank) count += process_of(rank) ? 1 : 0;
     return count;
   }
 
-  /// All processes of the job that have `variable` too.
+  /// All processes of the job that also have `variable`.
   std::vector<pid_t> processes(const std::string& variable = "") const {
     std::vector<pid_t> found;
     std::error_code ignored;
@@ -130,7 +130,7 @@ class MpiJob {
   std::optional<int> exit_code_;
 };
 
-/// The lines of the output with tokens.
+/// The lines of the output that contain tokens.
 std::string tokens_in(const std::string& output) {
   std::string tokens;
   for (std::size_t at = output.find("sequence "); at != std::string::npos;
@@ -139,8 +139,8 @@ std::string tokens_in(const std::string& output) {
   return tokens;
 }
 
-/// Whether the output has "rank N", or N in a list behind "ranks": those that wait for N do not arrive
-/// either.
+/// Whether the output contains "rank N", or N in a list after "ranks", because ranks that wait for N do not
+/// arrive either.
 bool names_rank(const std::string& output, int rank) {
   std::string words = output;
   std::replace(words.begin(), words.end(), '\n', ' ');
@@ -148,7 +148,7 @@ bool names_rank(const std::string& output, int rank) {
   return std::regex_search(words, named);
 }
 
-/// Sends `signal` to random ranks of `count` jobs at random moments of their life.
+/// Sends `signal` to random ranks of `count` jobs at random moments.
 void attack(int count, unsigned seed) {
   const ScratchDirectory scratch;
   std::string expected;
@@ -181,14 +181,14 @@ void attack(int count, unsigned seed) {
                 << moment.count() << " ms; ended " << since(hit).count() << " ms later");
     INFO(output);
     const bool is_named = names_rank(output, rank) || output.find("waited in MPI_") != std::string::npos;
-    // Inside MPI's own collective calls (MPI_Init, MPI_Comm_split) no rank can know which one is missing.
-    // Killed before it has begun, a rank is reported by the launcher alone, not always by name.
+    // Inside MPI's own collective calls (MPI_Init, MPI_Comm_split) no rank can know which one is missing. If
+    // a rank is killed before it has begun, only the launcher reports it, not always by name.
     const bool is_early = signal == SIGKILL && output.find("helix") == std::string::npos;
     const bool is_right = tokens_in(output) == expected;
     if (!exit_code) {
-      // Open MPI 4.1.4's mpirun waits for a stopped rank, and at times hangs before ranks that have all ended
-      // (one of 60 whose rank 0 is killed while mpirun still connects it; see mpi_session_test too). What
-      // counts is that no rank waits.
+      // Open MPI 4.1.4's mpirun waits for a stopped rank, and sometimes hangs although all ranks have ended
+      // (one of 60 jobs whose rank 0 is killed while mpirun still connects it; see mpi_session_test too).
+      // What matters is that no rank waits.
       REQUIRE(job.num_ranks() <= (signal == SIGSTOP ? 1 : 0));
       CHECK((is_named || is_early || is_right));
       ++num_hit;
@@ -207,12 +207,13 @@ void attack(int count, unsigned seed) {
   }
   CHECK(num_hung <= 1 + count / 20);
   CHECK(num_hit >=
-        count / 4);  // the others ended before their moment, which a slow first job may set too late
+        // The other jobs ended before their moment, which is set too late if the first job is slow.
+        count / 4);
 }
 
-/// Says `line` to the job behind `input`.
+/// Sends `line` to the job that reads `input`.
 void say(int input, const std::string& line) {
-  std::signal(SIGPIPE, SIG_IGN);  // of a job that has ended: the test sees it by what does not come
+  std::signal(SIGPIPE, SIG_IGN);  // the job may have ended; the test notices that from missing output
   const std::string text = line + "\n";
   CHECK(::write(input, text.data(), text.size()) == std::ssize(text));
 }
@@ -228,7 +229,7 @@ bool becomes_true(milliseconds longest, const Done& done) {
   return true;
 }
 
-/// The events of this kind and request, each a line of JSON.
+/// Number of events of this kind for this request; each is a line of JSON.
 int num_events(const std::string& output, const std::string& kind, const std::string& id) {
   const std::string begin = R"({"event":")" + kind + R"(","id":")" + id + '"';
   int count = 0;
@@ -236,7 +237,7 @@ int num_events(const std::string& output, const std::string& kind, const std::st
   return count;
 }
 
-/// A serving job whose `rank` stands still: requests that run, that wait, and that came since then.
+/// Stops `rank` of a serving job, with requests that run, that wait, and that arrive afterwards.
 void stop_rank_of_server(int rank) {
   CAPTURE(rank);
   const ScratchDirectory scratch;
@@ -263,7 +264,7 @@ void stop_rank_of_server(int rank) {
   ::close(input[1]);
   const std::string output = job.output();
   INFO(output.substr(std::min(output.size(), output.find(R"({"event":"error")"))));
-  if (exit_code) CHECK(*exit_code == 1);  // else mpirun waits for the stopped rank
+  if (exit_code) CHECK(*exit_code == 1);  // otherwise mpirun waits for the stopped rank
   for (const char* id : {"a", "b", "waits", "late"}) {
     CAPTURE(id);
     CHECK(num_events(output, "error", id) == 1);

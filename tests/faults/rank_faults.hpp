@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults in a generation on rank threads, on any machine: what is injected, and what it must not break.
+// Faults in a generation on rank threads, on any machine: which faults are injected, and what must still
+// hold.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +24,10 @@
 
 namespace helix::test {
 
-/// What threads and sanitizers may add to a wait.
+/// Time that threads and sanitizers may add to a wait.
 inline constexpr std::chrono::milliseconds kSlack{4000};
 
-/// A job, its request and the tokens that it must give.
+/// A job, its request and the expected tokens.
 struct Job {
   Job(const std::string& name, const TopologySpec& spec) : model(name), topo(spec, model.config.shape) {
     const Golden golden = model.golden();
@@ -38,7 +39,7 @@ struct Job {
 
   int num_ranks() const { return topo.world_size(); }
 
-  /// One rank's part. `Machine` says what communicators and backends are, as CpuThreads does.
+  /// One rank's part. `Machine` provides the communicators and backends, as CpuThreads does.
   template <class Machine>
   decode::GenerationResult generate(typename Machine::Comm& comm,
                                     const std::shared_ptr<FaultPoint>& point) const {
@@ -49,7 +50,7 @@ struct Job {
                             {});
   }
 
-  /// In words what is wrong with a result; empty if it is right.
+  /// Describes what is wrong with a result; empty if it is correct.
   std::string wrong_tokens(const decode::GenerationResult& result) const {
     if (result.sequences.size() != expected.size()) return "another number of sequences";
     for (std::size_t i = 0; i < expected.size(); ++i)
@@ -63,16 +64,16 @@ struct Job {
   std::vector<decode::TokenIds> expected;
 };
 
-/// What became of one injection.
+/// The outcome of one injection.
 struct Outcome {
   RankOutcomes ranks;                 ///< of the generation with the fault
-  std::string where;                  ///< the call that failed, empty: the generation ended before
-  std::string wrong_tokens;           ///< of a rank that finished all the same
+  std::string where;                  ///< the call that failed; empty if the generation ended before
+  std::string wrong_tokens;           ///< of a rank that finished despite the fault
   std::chrono::milliseconds time{0};  ///< until all ranks had ended
-  std::string again;                  ///< what was wrong with the generation after, on the same threads
+  std::string again;                  ///< what was wrong with the next generation on the same threads
 };
 
-/// Runs the job with a fault on `rank`, and a sound one after it on the same threads.
+/// Runs the job with a fault on `rank`, then a second time without, on the same threads.
 template <class Machine>
 Outcome run_with_fault(const Job& job, int rank, const Injection& injection) {
   const int size = job.num_ranks();
@@ -111,7 +112,7 @@ Outcome run_with_fault(const Job& job, int rank, const Injection& injection) {
   return outcome;
 }
 
-/// What the outcome breaks of the promises of docs/reliability.md; empty: nothing.
+/// Which promise of docs/reliability.md the outcome breaks; empty if none.
 template <class Machine>
 std::string broken_promise(const Outcome& outcome, int rank, const Injection& injection) {
   const std::chrono::milliseconds bound =
@@ -121,9 +122,9 @@ std::string broken_promise(const Outcome& outcome, int rank, const Injection& in
   if (outcome.time > bound) return "the ranks took " + std::to_string(outcome.time.count()) + " ms to end";
   if (!outcome.again.empty()) return "the generation after it failed: " + outcome.again;
   if (!outcome.wrong_tokens.empty()) return outcome.wrong_tokens;
-  if (outcome.where.empty()) return "";  // the fault had nowhere to happen
+  if (outcome.where.empty()) return "";  // the fault did not occur
   const std::string messages = outcome.ranks.all_messages();
-  // A rank that stands still when nobody needs it any more does no harm.
+  // Stopping a rank that no other rank needs any more does no harm.
   if (messages.empty()) return is_stop(injection.fault) ? "" : "nobody noticed";
   const std::string name = "rank " + std::to_string(rank);
   for (std::size_t other = 0; other < outcome.ranks.failures.size(); ++other) {
@@ -135,7 +136,7 @@ std::string broken_promise(const Outcome& outcome, int rank, const Injection& in
   return "";
 }
 
-/// Calls of each rank in a generation without a fault.
+/// Number of calls of each rank in a generation without a fault.
 template <class Machine>
 std::vector<std::int64_t> count_calls(const Job& job) {
   std::vector<std::int64_t> calls(static_cast<std::size_t>(job.num_ranks()));
@@ -149,7 +150,7 @@ std::vector<std::int64_t> count_calls(const Job& job) {
   return calls;
 }
 
-/// Injects `count` of the machine's faults, drawn by `seed`, into the job.
+/// Injects `count` of the machine's faults, chosen at random from `seed`, into the job.
 template <class Machine>
 void inject(const Job& job, int count, unsigned seed) {
   const std::vector<std::int64_t> calls = count_calls<Machine>(job);
@@ -171,7 +172,7 @@ void inject(const Job& job, int count, unsigned seed) {
     CHECK(broken_promise<Machine>(outcome, rank, injection) == "");
     num_noticed += outcome.ranks.all_messages().empty() ? 0 : 1;
   }
-  CHECK(num_noticed >= count * 3 / 4);  // the rest had nowhere to happen, or nobody needed the rank any more
+  CHECK(num_noticed >= count * 3 / 4);  // the rest did not occur, or no rank needed the failed one any more
 }
 
 }  // namespace helix::test

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults in a generation on rank threads of the CPU: every one ends all ranks in time, names the rank that
-// had it, and leaves the threads able to generate.
+// Faults in a generation on CPU rank threads: every fault ends all ranks in time, the error names the faulty
+// rank, and the threads can generate again.
 #include "faults/rank_faults.hpp"
 
 #include <array>
@@ -21,7 +21,7 @@ namespace {
 
 struct CpuThreads {
   using Comm = cpu::LocalComm;
-  /// How long ranks wait for one that stands still; long enough for a healthy one on a busy machine.
+  /// How long ranks wait for a rank that has stopped; long enough for a healthy one on a busy machine.
   static constexpr std::chrono::milliseconds kDeadline{1000};
   static constexpr std::array kFaults = {
       Fault::host_exception, Fault::queue_exception, Fault::no_memory, Fault::host_stop,

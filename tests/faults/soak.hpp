@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many tokens from one model, the cache truncated to the prompt in between: each round gives the tokens of
-// the first, and memory stays as it is.
+// Generates many tokens with one model, truncating the cache to the prompt in between. Each round must give
+// the tokens of the first, and memory must not grow.
 #pragma once
 
 #include <chrono>
@@ -42,7 +42,7 @@ class Soak {
     prompt_tokens_ = stage_.cache().length(sequence_.id);
   }
 
-  /// `count` tokens behind the prompt.
+  /// Generates `count` tokens after the prompt.
   decode::TokenIds round(std::int64_t count) {
     stage_.cache().truncate(sequence_.id, prompt_tokens_);
     sequence_.pending = first_;
@@ -73,8 +73,8 @@ class Soak {
   std::int32_t first_ = 0;
 };
 
-/// Rounds on the ranks of `world`, whose backends make_backend(comms, rank) gives. `used_bytes()`: what must
-/// not grow from the second round on by more than `growth_bytes`.
+/// Runs rounds on the ranks of `world`, with backends from make_backend(comms, rank). `used_bytes()` must not
+/// grow by more than `growth_bytes` from the second round on.
 template <class Backend, class MakeBackend, class UsedBytes>
 void soak(const TopologySpec& spec, int rounds, std::int64_t tokens_a_round,
           std::vector<typename Backend::Comm> world, const MakeBackend& make_backend,

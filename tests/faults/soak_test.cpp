@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hundreds of thousands of tokens on the CPU.
+// Generates hundreds of thousands of tokens on the CPU.
 #include "faults/soak.hpp"
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace {
 
 using LocalBackend = cpu::Backend<cpu::LocalComm>;
 
-constexpr std::int64_t kGrowthBytes = 1 << 20;  // what the allocator may keep for itself
+constexpr std::int64_t kGrowthBytes = 1 << 20;  // memory that the allocator may keep
 
 void soak_on_cpu(const TopologySpec& spec, int ranks, int rounds, std::int64_t tokens_a_round) {
   soak<LocalBackend>(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as results of helix-bench-cuda: helix::Error, or a calibrated machine and its predictions.
+// Any bytes as results of helix-bench-cuda give helix::Error, or a calibrated machine and its predictions.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

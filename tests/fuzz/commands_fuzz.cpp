@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as what a client says to a serving decoder: each line an error event or a command, every request
-// ends, and all pages are free again.
+// Any bytes as input to a serving decoder: each line gives an error event or a command, every request ends,
+// and all pages are free again.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -31,7 +31,7 @@ SchedulerSpec small_spec() {
   return spec;
 }
 
-/// A step whose every row draws a token by its position.
+/// A step in which every row draws a token that depends on its position.
 void step(Scheduler& scheduler) {
   const StepOrder order = scheduler.next();
   require(serialize(deserialize_order(serialize(order))) == serialize(order));

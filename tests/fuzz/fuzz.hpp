@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the fuzz targets share: a finding, and bytes that may be refused.
+// What the fuzz targets share: how to report a finding, and input that may be refused.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@
 
 namespace helix::fuzz {
 
-/// A finding unless it holds.
+/// Reports a finding if the condition does not hold.
 inline void require(bool holds) {
   if (!holds) std::abort();
 }
 
-/// Calls read(text) with the input, which may be refused as an invalid file, and in no other way.
+/// Calls read(text) with the input. The only accepted refusal is Error(invalid_file).
 template <class Read>
 void read_file(const std::uint8_t* data, std::size_t size, const Read& read) {
   try {

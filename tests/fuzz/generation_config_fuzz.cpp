@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as generation_config.json: helix::Error, or what sampling takes.
+// Any bytes as generation_config.json give helix::Error, or values that sampling accepts.
 #include <cstdint>
 #include <limits>
 #include <string_view>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as a description of a machine: helix::Error, or a machine that a step is timed on. A machine
-// without products of 16 bits is a valid one on which the model cannot run: Error(unsupported).
+// Any bytes as a description of a machine give helix::Error, or a machine for which step times can be
+// computed. A machine without 16-bit products is valid but cannot run the model: Error(unsupported).
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -21,12 +21,12 @@ sampled = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 50, "mi
 for file in sorted(data.glob("*/model.safetensors")):
     raw = file.read_bytes()
     end = 8 + struct.unpack("<Q", raw[:8])[0]
-    # The target takes the file's size from the first 8 bytes, so that the tensors' data need not be in the corpus.
+    # The target takes the file size from the first 8 bytes, so that the corpus need not contain tensor data.
     (output / "safetensors" / file.parent.name).write_bytes(struct.pack("<Q", len(raw)) + raw[:end])
     names = [name for name in json.loads(raw[8:end]) if name != "__metadata__"]
     index = {"metadata": {"total_size": len(raw) - end}, "weight_map": {name: "model-00001.safetensors" for name in names}}
     (output / "weight_map" / file.parent.name).write_text(json.dumps(index))
-    # A small header, which mutates faster.
+    # A small header mutates faster.
     small = {name: json.loads(raw[8:end])[name] for name in names[:2]}
     offset = 0
     for entry in small.values():
@@ -72,6 +72,6 @@ machine = {
 (output / "hardware" / "preset").write_text('{"based_on": "gb200"}')
 for file in sorted((data.parent.parent / "bench" / "results").glob("*.json")):
     results = json.loads(file.read_text())
-    # One case of each family, which mutates faster.
+    # One case of each family mutates faster.
     families = {case["name"].split("/")[0]: case for case in results["benchmarks"]}
     (output / "bench_results" / file.stem).write_text(json.dumps({"benchmarks": list(families.values())}))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as config.json: helix::Error, or a config whose constants are finite and usable.
+// Any bytes as config.json give helix::Error, or a config whose constants are finite and usable.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as each message of the rendezvous and the watch: refused, or sound; and never a proof of the
-// job's secret.
+// Any bytes as a message of the rendezvous or the watch are refused, or valid, but are never accepted as a
+// proof of the job's secret.
 #include <cstdint>
 #include <cstring>
 #include <span>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any sizes of a request and a topology: helix::Error, or a plan whose sizes are sizes. Overflow is for the
-// sanitizer to find.
+// Any sizes of a request and a topology give helix::Error, or a plan with valid sizes. The sanitizer detects
+// overflow.
 #include <array>
 #include <cstdint>
 #include <cstring>

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the fuzz targets with clang and runs each on seeds from tests/data and bench/results: tests/fuzz/run.sh [SECONDS
-# [TARGET...]], 600 and all unless given, one a core at a time. Starts no other after a finding, whose input it prints and leaves in
-# build/fuzz/corpus. Every run draws new inputs unless HELIX_FUZZ_SEED gives a seed.
+# Builds the fuzz targets with clang and runs each on seeds from tests/data and bench/results:
+# tests/fuzz/run.sh [SECONDS [TARGET...]]. The defaults are 600 seconds and all targets; one target runs per
+# core. After a finding no further target starts, and the input is printed and kept in build/fuzz/corpus.
+# Every run uses new inputs unless HELIX_FUZZ_SEED gives a seed.
 set -euo pipefail
 
 seconds="${1:-600}"
@@ -18,7 +19,7 @@ python3 "$root/tests/fuzz/make_seeds.py" "$build/corpus"
 cd "$build/corpus"
 rm -f -- *-{crash,oom,timeout,leak}-*
 
-# One target; 255 lets xargs start no other.
+# Runs one target; exit code 255 makes xargs start no further target.
 fuzz() {
   local target="$1" input
   "$build/tests/fuzz/${target}_fuzz" -max_total_time="$seconds" -dict="$root/tests/fuzz/dictionary.txt" -print_final_stats=1 \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as a safetensors header: helix::Error or a header whose promises hold, nothing else.
+// Any bytes as a safetensors header give helix::Error or a header whose guarantees hold, nothing else.
 #include <algorithm>
 #include <cstdint>
 #include <span>
@@ -49,8 +49,8 @@ void parse(std::span<const std::byte> bytes, std::uint64_t file_size) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  // The first 8 bytes claim the size of the file; the rest is the file's beginning. Then the same file as it
-  // is.
+  // First, the first 8 bytes claim the size of the file and the rest is its beginning. Then the whole input
+  // is a file.
   const auto bytes = std::as_bytes(std::span<const std::uint8_t>(data, size));
   std::uint64_t claimed = 0;
   for (std::size_t i = 0; i < std::min<std::size_t>(size, 8); ++i) {

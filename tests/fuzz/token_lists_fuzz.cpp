@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as a file of prompts: helix::Error, or lists that are written as they were read.
+// Any bytes as a file of prompts give helix::Error, or lists that are equal after writing and reading again.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as a weight index: helix::Error, or names of files in the same directory.
+// Any bytes as a weight index give helix::Error, or names of files in the same directory.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-# helix_run: runs a command or fails with its output; helix_expect_failure: the reverse; helix_configure_consumer and
-# helix_build_consumer: configure and build a project.
+# helix_run runs a command or fails with its output; helix_expect_failure does the reverse. helix_configure_consumer and
+# helix_build_consumer configure and build a project.
 
 function(helix_run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(NOT status EQUAL 0)
     list(JOIN ARGN " " command)
-    message("${output}")  # apart, since FATAL_ERROR reflows its text
+    message("${output}")  # printed separately, because FATAL_ERROR reflows its text
     message(FATAL_ERROR "exit status ${status} of: ${command}")
   endif()
   set(output "${output}" PARENT_SCOPE)
 endfunction()
 
-# helix_expect_failure(WORDS COMMAND...): the command fails and says WORDS, on however many lines.
+# helix_expect_failure(WORDS COMMAND...): the command must fail and print WORDS, possibly broken over several lines.
 function(helix_expect_failure words)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   string(REGEX REPLACE "[ \n]+" " " flat "${output}")
@@ -24,7 +24,7 @@ function(helix_expect_failure words)
   endif()
 endfunction()
 
-# The settings of this build, and nothing of the environment that could hide a missing dependency.
+# The settings of this build, but nothing from the environment that could hide a missing dependency.
 set(helix_consumer_settings -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX}" "-DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}"
     "-DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF")
 
@@ -34,7 +34,7 @@ function(helix_build_consumer source binary)
   helix_run("${CMAKE_COMMAND}" --build "${binary}")
 endfunction()
 
-# helix_build_core_consumers(BINARY HOW [CMAKE_ARGUMENTS...]): with each compiler there is, in C++20 and C++23.
+# helix_build_core_consumers(BINARY HOW [CMAKE_ARGUMENTS...]): builds with each available compiler, in C++20 and C++23.
 function(helix_build_core_consumers binary how)
   set(compilers "${CXX}")
   foreach(name IN ITEMS g++ clang++)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Builds the reference with docs/Doxyfile, which fails on a broken comment or link; looks for what a reader expects; and holds classes and
-# what stands in a namespace to be documented. Members whose names say it all need not be.
+# Builds the reference with docs/Doxyfile, which fails on a broken comment or link, and checks that it has the expected contents. Classes
+# and members of namespaces must be documented; members of classes whose names are sufficient need not be.
 find_program(doxygen doxygen)
 if(NOT doxygen)
   message("SKIPPED: there is no doxygen")
@@ -22,7 +22,7 @@ if(NOT status EQUAL 0 OR NOT output STREQUAL "")
   message(FATAL_ERROR "doxygen ended with ${status}: mend the comments that it names")
 endif()
 
-# expect(PAGE WORDS): the page of the reference says it.
+# expect(PAGE WORDS): the page of the reference must contain the words.
 function(expect page words)
   if(NOT EXISTS "${work}/html/${page}")
     message(FATAL_ERROR "the reference has no ${page}")
@@ -48,7 +48,7 @@ endforeach()
 file(READ "${SOURCE_DIR}/docs/Doxyfile" settings)
 file(WRITE "${work}/Doxyfile" "${settings}\nWARN_IF_UNDOCUMENTED = YES\nWARN_AS_ERROR = NO\nGENERATE_HTML = NO\nGENERATE_XML = YES\n")
 execute_process(COMMAND "${doxygen}" "${work}/Doxyfile" WORKING_DIRECTORY "${SOURCE_DIR}" OUTPUT_VARIABLE output ERROR_VARIABLE output)
-string(REGEX REPLACE "[][;]" "_" output "${output}")  # they mean something in CMake's lists
+string(REGEX REPLACE "[][;]" "_" output "${output}")  # these characters are special in CMake's lists
 string(REGEX MATCHALL "[^\n]*(Compound|of namespace|of file)[^\n]*is not documented[^\n]*" missing "${output}")
 if(missing)
   list(REMOVE_DUPLICATES missing)

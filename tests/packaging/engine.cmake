@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Builds an engine that fetches helix as shared libraries, installs both, and runs a program over them. Without optimisation: only the
-# wiring is in question.
+# Builds an engine that fetches helix as shared libraries, installs both, and runs a program that uses them. Without optimisation, because
+# only linking and loading are tested.
 include("${CMAKE_CURRENT_LIST_DIR}/build_consumer.cmake")
 set(work "${WORK_DIR}/engine")
 file(REMOVE_RECURSE "${work}/application" "${work}/staged" "${work}/moved")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# Holds every include to the floors of docs/architecture.md. Its section "Floors" has a table
+# Checks every include against the floors of docs/architecture.md. Its section "Floors" has a table
 #   | floor | headers | ... |
 #   | 0 | `error` `backend/queue` | ... |
 #   | beside, up to 6 and `comm/` | `cpu/` | ... |
-# in which a header is named by its path below include/helix/ without .hpp, and `backend/` names all of that folder. A header may include
-# lower floors alone, an -inl file belongs to its header, and helix.hpp stands above all. A folder beside the floors may include floors up to
-# the highest that its row names, the folders named there, and itself; src/comm, src/cpu, src/plan and cuda/ are held to the row of
-# theirs. No floor includes a folder beside them. The section "Folders of cuda" has a
-# table | floor | folders | of cuda/, whose files include folders of lower floors alone, and their own.
+# A header is named by its path below include/helix/ without .hpp; `backend/` stands for all headers of that folder. A header may include
+# only lower floors, an -inl file belongs to its header, and helix.hpp is above all floors. A folder beside the floors may include floors up
+# to the highest that its row names, the folders named there, and itself. src/comm, src/cpu, src/plan and cuda/ follow the row of their
+# headers. No floor includes a folder beside them. The section "Folders of cuda" has a table
+#   | floor | folders |
+# of cuda/, whose files may include only folders of lower floors and their own folder.
 cmake_minimum_required(VERSION 3.22)
 set(complaints "")
 macro(complain)
@@ -15,9 +16,9 @@ macro(complain)
   string(APPEND complaints "  ${complaint}\n")
 endmacro()
 
-# The table: floor_of_<header> or floor_of_<folder>/.
+# The table sets floor_of_<header> or floor_of_<folder>/.
 file(READ "${SOURCE_DIR}/docs/architecture.md" page)
-string(REGEX REPLACE "[][;]" "_" page "${page}")  # they mean something in CMake's lists
+string(REGEX REPLACE "[][;]" "_" page "${page}")  # these characters are special in CMake's lists
 string(FIND "${page}" "\n## Floors\n" from)
 if(from EQUAL -1)
   message(FATAL_ERROR "docs/architecture.md has no section \"## Floors\"")
@@ -102,7 +103,7 @@ macro(check file place)
         if(NOT there MATCHES "^[0-9]+$")
           complain("${file} (floor ${place}) includes <helix/${included}>, which belongs to ${there}/, beside the floors")
         elseif(NOT there LESS "${place}")
-          # A header and its -inl file are one.
+          # A header and its -inl file count as one.
           string(REGEX REPLACE "-inl\\.hpp$" ".hpp" this "${file}")
           if(NOT this STREQUAL "include/helix/${own}")
             complain("${file} (floor ${place}) includes <helix/${included}> of floor ${there}: lower floors only")
@@ -116,7 +117,7 @@ macro(check file place)
         complain("${file} (${place}/) includes <helix/${included}>, which belongs to ${there}/")
       endif()
     elseif(line MATCHES "\"([^\"]+)\"")
-      # Private headers: from the root of the sources, of src/, or from where the file lies.
+      # Private headers are named from the root of the sources, from src/, or from the folder of the file.
       set(included "${CMAKE_MATCH_1}")
       set(there "")
       get_filename_component(folder "${file}" DIRECTORY)
@@ -167,7 +168,7 @@ foreach(folder IN LISTS folders ITEMS cuda)
   endforeach()
 endforeach()
 
-# The folders of cuda/, by the table of the section "Folders of cuda".
+# The folders of cuda/, from the table of the section "Folders of cuda".
 string(REGEX REPLACE ".*\n## Folders of cuda\n" "" section "${page}")
 string(REGEX REPLACE "\n## .*" "" section "${section}")
 string(REGEX MATCHALL "\n\\|[ ]*[0-9]+[ ]*\\|[^|\n]*\\|" rows "${section}")
@@ -201,7 +202,7 @@ foreach(folder IN LISTS folders)
   endforeach()
 endforeach()
 if(complaints)
-  message("${complaints}")  # apart, since FATAL_ERROR reflows its text
+  message("${complaints}")  # printed separately, because FATAL_ERROR reflows its text
   message(FATAL_ERROR "includes that break the floors of docs/architecture.md")
 endif()
 message("${num_files} files include lower floors only")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Compiles a file that includes one public header and nothing else, or the file SOURCE that uses them, with the strictest warnings
-# and each compiler there is: these flags are what a project that adds helix as a subdirectory may use itself.
+# Compiles a file that includes only one public header, or the file SOURCE that uses them, with the strictest warnings and each available
+# compiler. A project that adds helix as a subdirectory may use these flags itself.
 if(HEADER MATCHES "mpi" AND NOT HAS_MPI)
   message("SKIPPED: ${HEADER} needs MPI, which was not found")
   return()
@@ -15,7 +15,7 @@ if(SOURCE)
 else()
   string(MAKE_C_IDENTIFIER "${HEADER}" name)
   set(source "${WORK_DIR}/${name}.cpp")
-  # Twice: a header without an include guard does not survive it.
+  # Included twice, to detect a missing include guard.
   file(WRITE "${source}" "#include <${HEADER}>\n#include <${HEADER}>\n")
 endif()
 
@@ -34,7 +34,7 @@ foreach(compiler IN LISTS compilers)
             -fsyntax-only "-I${INCLUDE_DIR}" ${mpi_options} "${source}"
     RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(NOT status EQUAL 0)
-    message("${output}")  # apart, since SEND_ERROR reflows its text
+    message("${output}")  # printed separately, because SEND_ERROR reflows its text
     message(SEND_ERROR "${HEADER}${SOURCE} does not compile alone with ${compiler}")
   endif()
 endforeach()

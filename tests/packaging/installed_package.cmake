@@ -4,7 +4,7 @@ include("${CMAKE_CURRENT_LIST_DIR}/build_consumer.cmake")
 set(work "${WORK_DIR}/installed_package")
 file(REMOVE_RECURSE "${work}")
 helix_run("${CMAKE_COMMAND}" --install "${BUILD_DIR}" --config "${CONFIG}" --prefix "${work}/staged")
-# Packages are built in one place and used in another: nothing may remember the first.
+# Packages are built in one place and used in another, so nothing may refer to the first place.
 file(RENAME "${work}/staged" "${work}/moved")
 
 file(GLOB_RECURSE public_headers RELATIVE "${SOURCE_DIR}/include" "${SOURCE_DIR}/include/*.hpp")
@@ -34,7 +34,7 @@ if(CUDA_BUILT)
   message("${output}")
 endif()
 
-# What pkg-config says is enough for a compiler alone.
+# The output of pkg-config must be sufficient for a compiler alone.
 find_program(pkg_config pkg-config)
 if(pkg_config)
   file(GLOB_RECURSE file "${work}/moved/*/helix-core.pc")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# Compiles SOURCE, which must fail, and holds the compiler to exactly one line with "error:", which must contain WORD.
+# Compiles SOURCE, which must fail. The compiler must print exactly one line with "error:", and that line must contain WORD.
 #   cmake -DCXX=... -DINCLUDE_DIR=... -DSOURCE=... -DDEFINITION=... -DWORD=... [-DSTANDARD=c++20] -P one_error_line.cmake
 if(NOT STANDARD)
   set(STANDARD c++20)
 endif()
 execute_process(COMMAND "${CXX}" -std=${STANDARD} -fsyntax-only -fdiagnostics-color=never "-I${INCLUDE_DIR}" "-D${DEFINITION}" "${SOURCE}"
                 RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
-# Brackets and semicolons mean something in CMake's lists.
+# Brackets and semicolons are special in CMake's lists.
 string(REGEX REPLACE "[][;]" "_" lines "${output}")
 string(REGEX MATCHALL "[^\n]*error:[^\n]*" errors "${lines}")
 list(LENGTH errors num_errors)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Makes the packages of this build with cpack, unpacks each into an empty folder, looks at what the .deb says of itself, and builds and
-# runs examples/consumer against each.
+# Makes the packages of this build with cpack, unpacks each into an empty folder, checks the metadata of the .deb, and builds and runs
+# examples/consumer against each.
 include("${CMAKE_CURRENT_LIST_DIR}/build_consumer.cmake")
 set(work "${WORK_DIR}/packages")
 file(REMOVE_RECURSE "${work}")
@@ -8,7 +8,7 @@ get_filename_component(cmake_folder "${CMAKE_COMMAND}" DIRECTORY)
 find_program(cpack cpack HINTS "${cmake_folder}" REQUIRED)
 find_program(dpkg_deb dpkg-deb)
 
-# serves_a_consumer(NAME PREFIX): the unpacked package, which must know no place of the machine that made it.
+# serves_a_consumer(NAME PREFIX): tests the unpacked package, which must not contain paths of the machine that made it.
 function(serves_a_consumer name prefix)
   file(GLOB_RECURSE texts "${prefix}/*.cmake" "${prefix}/*.pc")
   list(LENGTH texts num_texts)
@@ -67,7 +67,7 @@ if(NOT Package STREQUAL "libhelix-dev" OR NOT Version STREQUAL VERSION OR NOT Se
    OR NOT Description MATCHES "long-context")
   message(FATAL_ERROR "the package says of itself: ${Package} ${Version} ${Section} ${Maintainer} ${Description}")
 endif()
-# Only what Debian's packages have can be depended upon.
+# The package may depend only on what Debian packages provide.
 find_program(dpkg_query dpkg-query)
 function(is_installed package result)
   execute_process(COMMAND "${dpkg_query}" -W -f "\${db:Status-Status}" ${package} OUTPUT_VARIABLE status ERROR_QUIET)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Holds every C++ and CUDA source to .clang-format, with the version that the sources were formatted with.
-set(version 14)  # others lay out some constructs differently
+# Checks every C++ and CUDA source against .clang-format, with the version that formatted the sources.
+set(version 14)  # other versions lay out some constructs differently
 find_program(clang_format NAMES clang-format-${version} clang-format)
 if(NOT clang_format)
   message("SKIPPED: clang-format is not installed")

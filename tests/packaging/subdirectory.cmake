@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# helix inside another project: it changes nothing there, and its core needs nothing.
+# helix inside another project: it must not change that project, and its core must need no other package.
 include("${CMAKE_CURRENT_LIST_DIR}/build_consumer.cmake")
 set(work "${WORK_DIR}/subdirectory")
 file(REMOVE_RECURSE "${work}")

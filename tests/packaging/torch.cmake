@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Installs the package and builds examples/torch against it with the Python of HELIX_TORCH_PYTHON, or python3, if that imports torch; then
-# compares its operators with their definitions on 1 and on 2 ranks, in two layouts, and sees what they refuse.
+# Installs the package and builds examples/torch against it with the Python of HELIX_TORCH_PYTHON, or python3, if it can import torch.
+# Compares its operators with their definitions on 1 and on 2 ranks, in two layouts, and checks their error messages.
 include("${CMAKE_CURRENT_LIST_DIR}/build_consumer.cmake")
 set(python "$ENV{HELIX_TORCH_PYTHON}")
 if(NOT python)
@@ -25,7 +25,7 @@ helix_build_consumer("${SOURCE_DIR}/examples/torch" "${work}/build" "-DCMAKE_PRE
                      -DCMAKE_CXX_FLAGS=-Werror -DCMAKE_BUILD_TYPE=Release)
 set(library "${work}/build/helix_torch.so")
 
-# One thread a rank, as torchrun has it.
+# One thread per rank, as torchrun sets it.
 set(ENV{OMP_NUM_THREADS} 1)
 set(script "${SOURCE_DIR}/examples/torch/attention.py" "${library}" --device cpu --repeat 3)
 set(ranks "${python}" -m torch.distributed.run --standalone --nproc-per-node 2)
@@ -39,7 +39,7 @@ helix_run(${ranks} ${script} ${small})
 helix_run(${ranks} "${CMAKE_CURRENT_LIST_DIR}/torch_mistakes.py" "${library}")
 message("torch ${version}")
 
-# And on the GPUs that there are.
+# The same on the available GPUs.
 if(CUDA_BUILT)
   helix_run("${python}" -c "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)")
   string(REGEX MATCH "([0-9]+)\n*$" gpus "${output}")

@@ -72,7 +72,7 @@ def exchange_is_careful(group: dist.ProcessGroup) -> bool:
         refused("combine", "partial_lse is [2, 4]; give 3 dimensions", lambda: ops.combine(out[None], lse)),
         refused("combine", "sink is [3]", lambda: ops.combine(out[None], lse[None], torch.zeros(3))),
     ]
-    # What is refused is refused before a message goes out: the group still works, until a rank is in another step.
+    # Errors are detected before a message is sent, so the group still works, until a rank is in another step.
     ops.exchange(helix_group, out, lse, position)
     ops.exchange(helix_group, out, lse)
     good.append(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Must not compile: tensors of one activation type for a backend of another, in the call that HELIX_CALL
-// numbers. The error is one line that names it.
+// Must not compile: HELIX_CALL selects a call that passes tensors of one activation type to a backend of
+// another. The error is one line that names the type.
 #include <helix/cpu/backend.hpp>
 #include <helix/decode_layer.hpp>
 #include <helix/lse_combine.hpp>

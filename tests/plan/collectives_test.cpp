@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hardware and collectives: formulas by hand, the choice of the algorithm, monotony, bad machines.
+// Hardware and collectives: formulas computed by hand, the choice of the algorithm, monotonicity, and invalid
+// machines.
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -38,7 +39,7 @@ TEST_CASE("an all-reduce inside a domain is one-shot when small and two-shot whe
 TEST_CASE("an all-reduce across domains reduces inside them first when the network is slow") {
   const auto time = collective_time(two_levels(), Collective::all_reduce, {32, 1}, bytes(8e6));
   CHECK(time.algorithm == CollectiveAlgorithm::hierarchical);
-  // 1 MB shards: twice 7 of them inside; 4 domains exchange quarters of a shard, twice.
+  // 1 MB shards: 7 of them inside a domain, twice; 4 domains exchange quarters of a shard, twice.
   CHECK(in_microseconds(time.time) == Approx(2 * (1 + 7e6 / 1e5) + 2 * (5 + 3 * 0.25e6 / 1e4)));
 }
 
@@ -68,7 +69,8 @@ TEST_CASE("gathers and broadcasts by hand") {
 TEST_CASE("a gather across domains sends each part over the network once when that is slow") {
   const auto time = collective_time(two_levels(), Collective::all_gather, {32, 1}, bytes(32e6));
   CHECK(time.algorithm == CollectiveAlgorithm::hierarchical);
-  // 1 MB parts: one to each of 3 other domains; then the 4 that a rank holds to the other 7 of its domain.
+  // 1 MB parts: one to each of 3 other domains; then the 4 that a rank holds go to the 7 other ranks of its
+  // domain.
   CHECK(in_microseconds(time.time) == Approx(5 + 3e6 / 1e4 + 1 + 7 * 4e6 / 1e5));
 }
 
@@ -76,15 +78,16 @@ TEST_CASE("where a group fills domains unevenly, a rank of the emptiest is the s
   const auto time = [&](Collective collective, int ranks, double size) {
     return collective_time(two_levels(), collective, {ranks, 1}, bytes(size));
   };
-  // The ninth rank is alone: 8 messages leave its domain, and one each of the others'.
+  // The ninth rank is alone: its 8 messages leave its domain, and so does one message of each other rank.
   CHECK(in_microseconds(time(Collective::all_to_all, 9, 9000).time) == Approx(5 + 8 * 1000 / 1e4));
   CHECK(in_microseconds(time(Collective::all_to_all, 12, 12000).time) == Approx(5 + 8 * 1000 / 1e4));
   CHECK(in_microseconds(time(Collective::all_to_all, 16, 16000).time) == Approx(5 + 8 * 1000 / 1e4));
-  // 8 ranks and 4: shards of 1 MB within the eight, of 2 MB between the four and their partners.
+  // 8 ranks and 4 ranks: shards of 1 MB among the eight, of 2 MB between the four and their partners.
   const CollectiveTime reduced = time(Collective::all_reduce, 12, 8e6);
   CHECK(reduced.algorithm == CollectiveAlgorithm::hierarchical);
   CHECK(in_microseconds(reduced.time) == Approx(2 * (1 + 7e6 / 1e5) + 5 + 2e6 / 1e4));
-  // The 4 receive the parts of the 8, two of 1 MB each; of 12 parts each of the 8 sends 1.5 to the other 7.
+  // The 4 receive the parts of the 8, two of 1 MB each; each of the 8 sends 1.5 of the 12 parts to the 7
+  // others.
   const CollectiveTime gathered = time(Collective::all_gather, 12, 12e6);
   CHECK(gathered.algorithm == CollectiveAlgorithm::hierarchical);
   CHECK(in_microseconds(gathered.time) == Approx(5 + 2e6 / 1e4 + 1 + 7 * 1.5e6 / 1e5));
@@ -138,15 +141,16 @@ TEST_CASE("what was not measured takes no less than the largest group inside a d
   };
   CHECK(us(Collective::all_reduce, {3, 1}, 1000) == 7);
   CHECK(us(Collective::all_reduce, {8, 1}, 1000) == 10);
-  CHECK(us(Collective::all_reduce, {8, 1}, 1e9) == Approx(2 * (1 + 7e9 / 8 / 1e5)));  // the model's is more
-  CHECK(us(Collective::all_reduce, {16, 1}, 1000) == 10);  // 8 of them share a domain,
-  CHECK(us(Collective::all_reduce, {16, 4}, 1000) < 10);   // 2 of these, 7 us;
+  // The model's time is longer.
+  CHECK(us(Collective::all_reduce, {8, 1}, 1e9) == Approx(2 * (1 + 7e9 / 8 / 1e5)));
+  CHECK(us(Collective::all_reduce, {16, 1}, 1000) == 10);  // 8 of the ranks share a domain
+  CHECK(us(Collective::all_reduce, {16, 4}, 1000) < 10);   // only 2 of them do, 7 us
   CHECK(us(Collective::all_reduce, {16, 4}, 1000) >= 7);
-  CHECK(us(Collective::all_reduce, {8, 8}, 1000) < 7);  // and here none
-  // A measured time stands; past the measured sizes four take no less than two.
+  CHECK(us(Collective::all_reduce, {8, 8}, 1000) < 7);  // and here none does
+  // A measured time is used as it is. Beyond the measured sizes, four ranks take no less time than two.
   CHECK(us(Collective::all_to_all, {4, 1}, 1000) == 5);
   CHECK(us(Collective::all_to_all, {4, 1}, 8e6) == us(Collective::all_to_all, {2, 1}, 8e6));
-  // Two of each make an all-reduce.
+  // Two of each of these make an all-reduce.
   for (const Collective half : {Collective::all_gather, Collective::reduce_scatter, Collective::broadcast}) {
     CHECK(us(half, {4, 1}, 1000) == 5);
     CHECK(us(half, {8, 1}, 1000) == 5);
@@ -171,8 +175,8 @@ TEST_CASE("on H200s no collective is faster over more GPUs, and two take what wa
       }
     }
   }
-  // bench/results/NVIDIA-H200-x4-2026-11-21.json: 8 hidden states of 16384 in bf16; the exchange of 4 tokens
-  // and combine, less the combine.
+  // bench/results/NVIDIA-H200-x4-2026-11-21.json: 8 hidden states of 16384 in bf16; exchange and combine of 4
+  // tokens, minus the combine.
   CHECK(us(Collective::all_reduce, 2, 262144) == Approx(7.5).epsilon(0.02));
   CHECK(us(Collective::all_to_all, 2, 133120) == Approx(9.02 - 3).epsilon(0.02));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The paper's headlines at a million tokens, 4 bits, on 1 to 64 GPUs: what the model reproduces and under
-// which assumptions.
+// The paper's headline results at a million tokens and 4 bits on 1 to 64 GPUs: which of them the model
+// reproduces, and under which assumptions.
 #include <algorithm>
 #include <string>
 
@@ -13,10 +13,10 @@ namespace {
 using namespace helix::plan;
 
 struct Headline {
-  Candidate baseline;  ///< the fastest
-  Candidate helix;     ///< the fastest
-  std::int64_t batch;  ///< the largest of Helix that is as fast as the fastest baseline
-  double tokens_gain;  ///< the most tokens/s/GPU of Helix there, over the baseline's
+  Candidate baseline;  ///< the fastest one
+  Candidate helix;     ///< the fastest one
+  std::int64_t batch;  ///< largest batch of Helix that is as fast as the fastest baseline
+  double tokens_gain;  ///< tokens/s/GPU of Helix at that speed, relative to the baseline
 
   double interactivity() const { return baseline.totals.ttl / helix.totals.ttl; }
 };
@@ -92,7 +92,7 @@ TEST_CASE("a Medha that stores KV several times would be a stronger baseline tha
   CHECK(deepseek.batch == 4);
 }
 
-/// How much longer steps take with HOP-B off, at most over the frontier of Helix with it on.
+/// How much longer steps take with HOP-B off: the maximum over Helix's frontier with HOP-B on.
 double hop_b_effect(const std::string& model_name, const Precision& precision) {
   const StepModel model(model_preset(model_name), precision, hardware_preset("gb200"));
   Workload workload{.context = tokens(1e6)};
@@ -111,7 +111,8 @@ double hop_b_effect(const std::string& model_name, const Precision& precision) {
 TEST_CASE(
     "HOP-B as the model gives it: less for Llama-405B than the paper's 12 %, more for DeepSeek-R1 than its 1 "
     "%") {
-  // With links of 900 GB/s Llama's exchange is latency, which slices do not hide; MLA's is 32 times as large.
+  // With links of 900 GB/s, Llama's exchange is mostly latency, which slices do not hide; MLA's exchange is
+  // 32 times as large.
   const double llama = hop_b_effect("llama-3.1-405b", {4, 4, 4});
   const double deepseek = hop_b_effect("deepseek-r1", {4, 4, 4});
   INFO("llama " << llama << ", deepseek " << deepseek);

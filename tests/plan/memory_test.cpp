@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layouts and memory: rules of the baselines, and bytes that a ShardedKVCache really takes.
+// Layouts and memory: the rules of the baselines, and the bytes that a real ShardedKVCache takes.
 #include <functional>
 #include <string>
 #include <vector>
@@ -23,7 +23,7 @@ using helix::cpu::LocalComm;
 using helix::test::failure_of;
 using CpuBackend = helix::cpu::Backend<LocalComm>;
 
-/// Three layers of a preset; a head_dim of 192 differs from the value_dim of models without latent attention.
+/// Three layers of a preset. A head_dim of 192 differs from the value_dim of models without latent attention.
 Model small_model(const char* preset, std::int64_t head_dim = 128) {
   Model model = model_preset(preset);
   if (!model.shape.is_mla()) model.shape.head_dim = head_dim;
@@ -87,9 +87,9 @@ TEST_CASE("the plan of a Helix layout counts the same pages") {
   CHECK(in_bytes(plan.kv) ==
         static_cast<double>(kv_page_bytes_used(topology, 0, {.element_bits = 4, .layers = 126}, lengths)));
   Model wide_keys = model;
-  wide_keys.shape.head_dim = 192;  // beside a value_dim of 128, for which the cache leaves 192 columns
+  wide_keys.shape.head_dim = 192;  // with a value_dim of 128, for which the cache reserves 192 columns
   CHECK(in_bytes(plan_memory(wide_keys, {.kv_bits = 4}, layout, workload).kv) == 1.5 * in_bytes(plan.kv));
-  // One of 64 ranks: a 64th of 129.024 GB a request, within a page a sequence.
+  // One of 64 ranks holds a 64th of 129.024 GB per request, up to one page per sequence.
   CHECK(in_gigabytes(plan.kv) == Approx(3 * 129.024 / 64).epsilon(0.001));
 }
 
@@ -102,7 +102,7 @@ TEST_CASE("weights of a rank by hand: attention over TPA and replicated over KVP
   const double ffn = 3.0 * 4096 * 14336 / 8;
   const double vocabulary = 2 * 128256.0 * 4096 / 8;
   CHECK(in_bytes(plan.weights) == 2 * (32 * (qkv + output + ffn + 2 * 4096) + vocabulary));
-  // On one rank: every parameter but the final norm.
+  // A single rank holds every parameter except the final norm.
   const RankMemoryPlan whole = plan_memory(model, {}, {}, workload);
   CHECK(in_bytes(whole.weights) == 2.0 * static_cast<double>(count_parameters(model).total() - 4096));
 }
@@ -113,20 +113,21 @@ TEST_CASE("memory of DeepSeek-R1 on two stages of KVP 8, EP 8 by hand") {
   REQUIRE(violations(layout, model).empty());
   const RankMemoryPlan plan = plan_memory(model, {.weight_bits = 4, .kv_bits = 8, .activation_bits = 16},
                                           layout, {.context = tokens(1100), .batch = 3, .step_tokens = 2});
-  // Each rank has W_DQ, W_UQ, the latent's two matrices and W_UK of all 128 heads, and 16 heads of W_UV and
-  // W_O.
+  // Each rank has W_DQ, W_UQ, the two matrices of the latent and W_UK of all 128 heads, and W_UV and W_O of
+  // 16 heads.
   const double attention = 7168.0 * 1536 + 1536.0 * 128 * 192 + 7168.0 * 576 + 128.0 * 128 * 512 +
                            16.0 * 512 * 128 + 16.0 * 128 * 7168 + 2 * 7168;
-  // 32 of 256 experts, an eighth of the shared one, and all of the router.
+  // 32 of 256 experts, an eighth of the shared expert, and the whole router.
   const double moe = 3.0 * 7168 * (32 * 2048 + 2048 / 8) + 7168.0 * 256;
-  // 31 and 30 layers. The first stage has the 3 dense ones, so the second one's 30 MoE layers and head are
-  // more.
+  // 31 and 30 layers. The first stage has the 3 dense layers, so the second stage with 30 MoE layers and the
+  // head is larger.
   CHECK(in_bytes(plan.weights) == (30 * (attention + moe) + 129280.0 / 8 * 7168) / 2);
-  // Of 1100 tokens in chunks of 16 rank 0 has 8 from whole periods of 128 tokens and one more: 144, 3 pages.
-  // All three sequences are cached, in the first stage's 31 layers.
+  // Of 1100 tokens in chunks of 16, rank 0 has 8 chunks from whole periods of 128 tokens and one more: 144
+  // tokens, 3 pages. All three sequences are cached, in the 31 layers of the first stage.
   CHECK(in_bytes(plan.kv) == 3.0 * 64 * 576 * 3 * 31);
-  // Two micro-batches: two sequences, so 4 tokens at a time. Hidden twice, query and latent; three times the
-  // outputs of 128 heads; hidden, dense FFN and shared expert; 8 experts a token, all of them here.
+  // Two micro-batches of two sequences each, so 4 tokens at a time. Hidden states twice, query and latent;
+  // three times the outputs of 128 heads; hidden states, dense FFN and shared expert; and 8 experts per
+  // token, all of them on this rank.
   const double activations = 4 * (2 * 7168 + 128 * 576 + 576) + 3.0 * 4 * 128 * 512 +
                              4 * (7168 + 2 * 18432 / 8 + 2 * 2048 / 8) + 4 * 8 * (7168 + 2 * 2048);
   CHECK(in_bytes(plan.workspace) == 2 * activations + 4.0 * 4 * 129280 / 8);
@@ -218,7 +219,7 @@ TEST_CASE("baselines keep their own rules") {
   dp.attn_dp = 64;
   dp.ep = 64;
   CHECK(is_legal(dp, deepseek));
-  CHECK_FALSE(is_legal(dp, llama));  // it has no experts
+  CHECK_FALSE(is_legal(dp, llama));  // the model has no experts
 
   Layout medha = layout(Strategy::medha);
   medha.kvp = 8;

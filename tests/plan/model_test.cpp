@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Models of the planner: parameters as the checkpoints have them, KV bytes as the paper has them, bad sizes.
+// The planner's models: parameters as in the checkpoints, KV bytes as in the paper, invalid sizes.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -24,9 +24,9 @@ TEST_CASE("presets have as many parameters as their checkpoints") {
   struct Known {
     const char* name;
     std::int64_t parameters;
-    double tolerance;  // of small parts that the planner leaves out: biases, sinks
+    double tolerance;  // for small parts that the planner leaves out: biases, sinks
   };
-  // Sums of the checkpoints' tensors, as their hubs state them.
+  // Sums over the checkpoints' tensors, as published on their hubs.
   const std::vector<Known> known{
       {"llama-3.1-8b", 8030261248, 0},      {"llama-3.1-70b", 70553706496, 0},
       {"llama-3.1-405b", 405853388800, 0},  {"deepseek-v2-lite", 15706484224, 0},
@@ -51,8 +51,8 @@ TEST_CASE("active parameters are those that one token uses") {
 }
 
 TEST_CASE("expected hits of experts by hand, and none of what has no expectation") {
-  // One token hits its choices; of two tokens with 1 of 2 experts each, the second hits a new one every
-  // other time.
+  // One token hits the experts that it chooses. If two tokens choose 1 of 2 experts each, the second hits a
+  // new expert every other time.
   CHECK(expected_expert_hits({.num_experts = 256, .top_k = 8}, 1) == 8);
   CHECK(expected_expert_hits({.num_experts = 2, .top_k = 1}, 2) == 1.5);
   CHECK(expected_expert_hits({.num_experts = 4, .top_k = 4}, 3) == 4);
@@ -114,7 +114,7 @@ TEST_CASE("layers alternate as the models say") {
   Model listed = maverick;
   listed.window_layers.assign(static_cast<std::size_t>(listed.shape.num_layers), false);
   listed.window_layers[3] = true;
-  CHECK_FALSE(listed.is_window_layer(2));  // the list, not the stride
+  CHECK_FALSE(listed.is_window_layer(2));  // from the list, not the stride
   CHECK(listed.is_window_layer(3));
   for (const std::int64_t layer : {std::int64_t{-1}, listed.shape.num_layers}) {
     const auto failure = failure_of([&] { listed.is_window_layer(layer); });

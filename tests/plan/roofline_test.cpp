@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Appendix A and figure 3 of the paper, to the last digit.
+// Appendix A and figure 3 of the paper, reproduced to the last digit.
 #include <cmath>
 #include <vector>
 
@@ -66,7 +66,7 @@ TEST_CASE("values narrower than keys by hand") {
   model.shape.head_dim = 192;
   RooflineWidths widths{.tpa = 8, .kvp = 4, .tpf = 32};
   CHECK(in_bytes(kv_read_bytes(model, kFp8, 2, tokens(1000), widths)) == 2.0 * (192 + 128) * 1000 / 4);
-  // 16 of 128 query heads, one of 8 KV heads; W_O's input is as wide as the values.
+  // 16 of 128 query heads and one of 8 KV heads; W_O's input is as wide as the values.
   const double projections = 16384.0 * (16 * 192 + 192 + 128);
   const double ffn = 3.0 * 16384 * 65536 / 32;
   CHECK(in_bytes(weight_read_bytes(model, kFp8, widths)) == projections + 16384.0 * 16 * 128 + ffn);
@@ -93,10 +93,10 @@ TEST_CASE("weight reads of MLA and MoE layers by hand") {
   const std::int64_t attention = everywhere + over_stage / 64;
   CHECK(in_bytes(weight_read_bytes(deepseek, kFp8, widths)) ==
         static_cast<double>(attention + 3 * 7168 * 18432 / 64));
-  // One token: exactly 8 experts and the shared one.
+  // One token hits exactly 8 experts and the shared one.
   CHECK(in_bytes(moe_weight_read_bytes(deepseek, kFp8, 1, widths)) ==
         Approx(static_cast<double>(attention + 7168 * 256 + 9 * 3 * 7168 * 2048 / 64)).epsilon(1e-13));
-  // So many tokens that every expert is hit.
+  // Enough tokens that every expert is hit.
   CHECK(in_bytes(moe_weight_read_bytes(deepseek, kFp8, 1e6, widths)) ==
         static_cast<double>(attention + 7168 * 256 + 257LL * 3 * 7168 * 2048 / 64));
 }

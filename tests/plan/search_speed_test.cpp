@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A search of 100,000 configurations takes less than a second on one core, and one of a million layers, too.
+// A search of 100,000 configurations takes less than a second on one core, and so does one of a million
+// layers.
 #include <chrono>
 
 #include <helix/plan/search.hpp>
@@ -17,7 +18,8 @@ TEST_CASE("100,000 configurations take less than a second") {
   const auto begin = std::chrono::steady_clock::now();
   const SearchResult result = search(model, {.context = tokens(1e5)}, space);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-  const auto timed = static_cast<double>(result.candidates.size());  // those that do not fit cost nothing
+  // Candidates that do not fit cost nothing.
+  const auto timed = static_cast<double>(result.candidates.size());
   INFO(timed << " timed configurations in " << elapsed.count() << " s");
   CHECK(timed >= 100000);
 #ifdef NDEBUG

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Search: the frontier against brute force, limits, explanations, errors.
+// Search: the frontier compared with brute force, limits, explanations, errors.
 #include <limits>
 #include <random>
 #include <set>
@@ -18,7 +18,7 @@ using helix::test::failure_of;
 
 const Precision kFp4{4, 4, 4};
 
-/// By definition: no other point is at least as good in both values and better in one.
+/// The definition: another point is at least as good in both values and better in one.
 bool is_dominated(const std::vector<Candidate>& all, std::size_t i) {
   const auto user = [&](std::size_t x) { return all[x].totals.tokens_per_user(); };
   const auto gpu = [&](std::size_t x) { return all[x].totals.tokens_per_gpu(); };
@@ -40,7 +40,7 @@ void check_frontier(const std::vector<Candidate>& all, const std::vector<std::si
     found.insert({all[i].totals.tokens_per_user().base(), all[i].totals.tokens_per_gpu().base()});
   }
   CHECK(found == expected);
-  CHECK(found.size() == frontier.size());  // equal points once
+  CHECK(found.size() == frontier.size());  // equal points appear once
   for (std::size_t k = 1; k < frontier.size(); ++k) {
     CHECK(all[frontier[k]].totals.tokens_per_user() > all[frontier[k - 1]].totals.tokens_per_user());
     CHECK(all[frontier[k]].totals.tokens_per_gpu() < all[frontier[k - 1]].totals.tokens_per_gpu());
@@ -52,7 +52,7 @@ TEST_CASE("the frontier of random points is what brute force finds") {
   for (int round = 0; round < 50; ++round) {
     std::vector<Candidate> points(static_cast<std::size_t>(round * 3));
     for (Candidate& point : points) {
-      // Few values, so that ties and equal points are common.
+      // Few different values, so that ties and equal points are common.
       point.totals.ttl = microseconds(static_cast<double>(1 + random() % 9));
       point.totals.batch = 1 + static_cast<std::int64_t>(random() % 9);
       point.totals.num_gpus = 1;
@@ -114,13 +114,13 @@ TEST_CASE("the answer says why the others lost") {
   const SearchResult result = search_or_throw(model, workload, space);
   CHECK(result.candidates[*result.best].layout.strategy == Strategy::helix);
   const std::vector<Loss> losses = explain_losses(model, workload, space, result);
-  REQUIRE(losses.size() == 4);  // of each strategy the best but the winner
+  REQUIRE(losses.size() == 4);  // the best of each strategy, except the winner
   for (const Loss& loss : losses) {
     CHECK_FALSE(loss.text.empty());
     if (loss.layout.strategy == Strategy::tensor_parallel) {
       CHECK(loss.reason == LossReason::slower);
       CHECK(loss.cost == Cost::kv_read);
-      // 8 times 2 us, less those 2, in each of 126 layers.
+      // 8 times 2 us, minus the 2 us of the winner, in each of 126 layers.
       CHECK(in_microseconds(loss.excess) == Approx(126 * 14).epsilon(0.01));
       CHECK(loss.text.find("kv_read") != std::string::npos);
     }
@@ -129,7 +129,7 @@ TEST_CASE("the answer says why the others lost") {
 }
 
 TEST_CASE("a loss by less than its digits show says so, and no number has an exponent") {
-  // The two fastest layouts differ by 6 ns of reads of experts.
+  // The two fastest layouts differ by 6 ns of reading experts.
   const StepModel model(model_preset("deepseek-r1"), kFp4, hardware_preset("roofline-8000"));
   const SearchSpace space{.max_gpus = 64,
                           .gpu_counts = {64},
@@ -146,7 +146,7 @@ TEST_CASE("a loss by less than its digits show says so, and no number has an exp
   INFO(close);
   CHECK(close.find(" ms, less than 0.1 % longer, mostly by ffn_weights (+0.0000") != std::string::npos);
   CHECK(close.find("e-") == std::string::npos);
-  // From 10,000 on numbers are whole.
+  // Numbers from 10,000 on are printed without decimals.
   SearchSpace many = space;
   many.batches = {std::int64_t{1} << 16};
   many.objective = Objective::throughput;
@@ -200,7 +200,7 @@ TEST_CASE("where no layout is legal the error names the GPUs asked for and the n
     CHECK(failure->says(words));
   };
   const std::vector<Strategy> helix{Strategy::helix};
-  // Legal are powers of two: they divide the 128 query heads.
+  // Powers of two are legal, because they divide the 128 query heads.
   says({.max_gpus = 7, .gpu_counts = {7}, .strategies = helix, .pipeline_stages = {1}},
        "is legal on 7 GPUs with the strategies and widths asked for: the nearest number that has one is 8");
   says({.max_gpus = 9, .gpu_counts = {9}, .strategies = helix, .pipeline_stages = {1}}, "has one is 8");

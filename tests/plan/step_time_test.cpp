@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// StepModel: totals against their operators, times by hand, properties, and steps measured on H200s.
+// StepModel: totals compared with their operators, times computed by hand, properties, and steps measured on
+// H200s.
 #include <algorithm>
 #include <cmath>
 #include <set>
@@ -37,7 +38,7 @@ bool has(const StepReport& report, Operator op) {
                      [&](const OperatorTime& x) { return x.op == op; });
 }
 
-/// Layouts of all strategies, for every property that must hold whatever they are.
+/// Layouts of all strategies, for properties that must hold for every layout.
 std::vector<Layout> some_layouts(const Model& model) {
   std::vector<Layout> layouts;
   for (const Strategy strategy : kStrategies) {
@@ -128,7 +129,7 @@ TEST_CASE("on appendix A's machine a Helix layer reads what section 2.2 says") {
   const Time weights = find(report, Operator::qkv_projection).time +
                        find(report, Operator::output_projection).time +
                        find(report, Operator::ffn_gate_up).time + find(report, Operator::ffn_down).time;
-  CHECK(in_microseconds(weights) == Approx(5.767168).epsilon(0.03));  // activations are a few percent
+  CHECK(in_microseconds(weights) == Approx(5.767168).epsilon(0.03));  // activations add a few percent
   CHECK(in_microseconds(weights) > 5.767168);
   CHECK(in_microseconds(find(report, Operator::attention).time) == Approx(16.384).epsilon(1e-3));
 }
@@ -186,7 +187,7 @@ TEST_CASE("HOP-B is the two-machine flow shop of its slices") {
   CHECK(exchange.hidden == Time{});
   for (const int slices : {2, 4, 16}) {
     const auto [a, e] = pair_of(slices);
-    // Reads scale with the slice; each of its messages pays the link's latency of 1 us again.
+    // Reads scale with the slice, but each message of a slice pays the link's latency of 1 us again.
     CHECK(in_microseconds(a.time) == Approx(in_microseconds(attention.time)));
     CHECK(in_microseconds(e.time) == Approx(in_microseconds(exchange.time) + slices - 1));
     CHECK(in_microseconds(a.time + e.time - e.hidden) ==
@@ -201,21 +202,22 @@ TEST_CASE("HOP-B is the two-machine flow shop of its slices") {
 }
 
 TEST_CASE("a pipeline adds sends to one sequence, and overlaps several") {
-  const StepModel step(model_preset("qwen3-32b"), {}, hardware_preset("gb200"));  // 64 layers: equal stages
+  // 64 layers, so stages are equal.
+  const StepModel step(model_preset("qwen3-32b"), {}, hardware_preset("gb200"));
   const auto evaluate = [&](int stages, std::int64_t batch) {
     return step.evaluate({.kvp = 2, .tpa = 4, .tpf = 8, .pp = stages},
                          {.context = tokens(1e5), .batch = batch});
   };
   const StepTotals flat = evaluate(1, 1);
   const StepTotals one = evaluate(4, 1);
-  // Three sends of 5120 bf16 values.
+  // Three sends of 5120 bf16 values each.
   CHECK(in_microseconds(one.ttl - flat.ttl) == Approx(3 * (1 + 5120 * 2 / 900e3)));
   CHECK(one.micro_batches == 1);
   const StepTotals two = evaluate(4, 2);
   CHECK(two.micro_batches == 2);
   CHECK(in_microseconds(two.ttl) == Approx(in_microseconds(one.ttl)));
   CHECK(two.tokens_per_gpu() / one.tokens_per_gpu() == Approx(2));
-  // Full: each step waits for the slowest stage, the one with the head, four times.
+  // With a full pipeline, each step waits four times for the slowest stage, which has the head.
   const StepTotals four = evaluate(4, 4);
   CHECK(four.ttl > one.ttl);
   CHECK(four.by_cost[static_cast<std::size_t>(Cost::pipeline)] >
@@ -225,7 +227,7 @@ TEST_CASE("a pipeline adds sends to one sequence, and overlaps several") {
 TEST_CASE("an uneven pipeline waits for its longest stage") {
   Model model = model_preset("llama-3.1-8b");
   model.shape.num_layers = 5;  // 3 and 2
-  model.shape.vocab = 1000;    // a head that takes less than a layer
+  model.shape.vocab = 1000;    // a head that takes less time than a layer
   const StepModel step(model, {}, hardware_preset("h200"));
   Time embedding;
   Time layer;
@@ -234,11 +236,11 @@ TEST_CASE("an uneven pipeline waits for its longest stage") {
     (op.count == 5 ? layer : op.op == Operator::embedding ? embedding : head) += op.time;
   }
   REQUIRE(embedding + layer > head);
-  // Two micro-batches of two sequences each: the first stage, the embedding and 3 layers, runs twice.
+  // Two micro-batches of two sequences each: the first stage (the embedding and 3 layers) runs twice.
   const StepReport report = step.explain({.pp = 2}, {.context = tokens(1e5), .batch = 4});
   const Time longest = embedding + layer * 3;
   CHECK(in_microseconds(report.totals.ttl) == Approx(in_microseconds(longest * 2)).epsilon(1e-9));
-  // What a token's own way lacks of that: all of it once, and one send of 2 x 4096 bf16 values.
+  // The path of one token: every stage once, and one send of 2 x 4096 bf16 values.
   const Time way = embedding + layer * 5 + head + microseconds(1.2 + 2 * 4096 * 2 / 379e3);
   CHECK(in_microseconds(find(report, Operator::pipeline_wait).time) ==
         Approx(in_microseconds(longest * 2 - way)).epsilon(1e-9));
@@ -273,12 +275,12 @@ TEST_CASE("experts: expectation by its formula, the worst case never less") {
 
 TEST_CASE("the worst case of experts is bounded by what a rank holds and by what tokens choose") {
   const StepModel step(model_preset("deepseek-r1"), kFp4, hardware_preset("roofline-8000"));
-  const Layout layout{.kvp = 64, .tpf = 1, .ep = 64};  // 4 experts a rank
+  const Layout layout{.kvp = 64, .tpf = 1, .ep = 64};  // 4 experts per rank
   const auto read = [&](std::int64_t batch) {
     const Workload workload{.context = tokens(1e4), .batch = batch, .expert_hits = ExpertHits::worst_case};
     return in_bytes(find(step.explain(layout, workload), Operator::experts_down, true).bytes);
   };
-  // 8 choices of a token are different: at most 4 of them meet here.
+  // The 8 choices of a token are distinct, so at most 4 of them are on this rank.
   CHECK(read(1) == (4.0 * 7168 * 2048 + 4 * (7168 + 2048)) / 2);
   CHECK(read(100) == (4.0 * 7168 * 2048 + 400 * (7168 + 2048)) / 2);
   const StepModel few(model_preset("llama-4-maverick"), kFp4, hardware_preset("roofline-8000"));
@@ -291,7 +293,7 @@ TEST_CASE("exchange and combine by hand") {
   const StepModel step(model_preset("llama-3.1-405b"), {}, hardware_preset("gb200"));
   const Workload workload{.context = tokens(1e5), .batch = 6};
   const StepReport helix = step.explain({.kvp = 4, .tpa = 8, .tpf = 32, .hop_b_slices = 1}, workload);
-  // 16 heads of 128 bf16 values and an f32 LSE; after the exchange 4 partials of 4 heads.
+  // 16 heads of 128 bf16 values and an f32 LSE; after the exchange, 4 partials of 4 heads.
   CHECK(in_bytes(find(helix, Operator::kvp_exchange).bytes) == 6 * 16 * (128 * 2 + 4));
   CHECK(in_microseconds(find(helix, Operator::kvp_exchange).time) == Approx(1 + 0.75 * 6 * 16 * 260 / 900e3));
   CHECK(in_bytes(find(helix, Operator::lse_combine).bytes) == 6 * 4 * (5 * 128 * 2 + 4 * 4));
@@ -301,12 +303,12 @@ TEST_CASE("exchange and combine by hand") {
   medha.kvp = 4;
   medha.tpa = medha.tpf = 8;
   const StepReport tied = step.explain(medha, workload);
-  // KVP rank 0 receives the others' 16 heads, and combines all of them.
+  // KVP rank 0 receives the other ranks' 16 heads and combines all of them.
   CHECK(in_microseconds(find(tied, Operator::kvp_exchange).time) == Approx(1 + 3.0 * 6 * 16 * 260 / 900e3));
   CHECK(in_bytes(find(tied, Operator::lse_combine).bytes) == 6 * 16 * (5 * 128 * 2 + 4 * 4));
 }
 
-/// An operator of a step, as a list by hand has it.
+/// An operator of a step in a list made by hand.
 struct Expected {
   Operator op;
   bool is_moe;
@@ -328,13 +330,14 @@ TEST_CASE("a step of data-parallel attention over two domains by hand") {
   layout.ep = 8;
   const StepReport report = step.explain(layout, {.context = tokens(1000), .batch = 64});
 
-  // Bytes: weights and KV have 1 an element, activations 2.
+  // Bytes: weights and KV have 1 byte per element, activations 2.
   const double hidden = 7168;
-  const double own = 2 * 16 * hidden;  // hidden states of a rank's tokens,
-  const double all = 2 * 64 * hidden;  // and of all
+  const double own = 2 * 16 * hidden;  // hidden states of a rank's tokens
+  const double all = 2 * 64 * hidden;  // hidden states of all tokens
   const double qkv_width = 32 * 576 + 576;
   const double qkv = hidden * 1536 + 1536 * 32 * 192 + hidden * 576 + 32 * 128 * 512;
-  // 8 choices of a token fall into 5.25 of 8 groups, TPF 2 ranks in each; TPA 4 ranks share their 16 tokens.
+  // The 8 choices of a token fall into 5.25 of 8 groups with TPF 2 ranks each; TPA 4 ranks share their 16
+  // tokens.
   const double chosen = 2 * 16 / 4 * (8 * (1 - std::pow(7.0 / 8, 8))) * 2 * hidden;
   const double hits = 256 * (1 - std::pow(1 - 8.0 / 256, 64)) / 8;
   const double pairs = 2 * 64 * 8 / 8;  // activations of a rank's (token, expert) pairs
@@ -382,8 +385,8 @@ TEST_CASE("a step of data-parallel attention over two domains by hand") {
     CHECK(in_bytes(op.bytes) == Approx(expected[i].bytes).epsilon(1e-12));
   }
 
-  // Across the domains one message in 16 to each of the 8 other ranks at 50 GB/s, which is the slower half;
-  // within TPA a reduce-scatter and a gather of quarters.
+  // Between the domains, each rank sends one message in 16 to each of the 8 ranks of the other domain at 50
+  // GB/s, which is the slower half; within TPA, a reduce-scatter and a gather of quarters.
   const auto time_us = [&](Operator op, bool is_moe) {
     return in_microseconds(find(report, op, is_moe).time);
   };
@@ -401,7 +404,8 @@ TEST_CASE("an exchange over two domains takes as long as that of the rank that i
   const StepModel step(model_preset("deepseek-v2-lite"), {}, hardware);
   const StepReport report =
       step.explain({.kvp = 8, .tpf = 1, .ep = 8, .hop_b_slices = 1}, {.context = tokens(1e5), .batch = 64});
-  // 64 tokens' 16 heads of 512 bf16 values and an f32 LSE, an eighth of it to each of the 7 others.
+  // 16 heads of 64 tokens, with 512 bf16 values and an f32 LSE each; an eighth goes to each of the 7 other
+  // ranks.
   CHECK(in_microseconds(find(report, Operator::kvp_exchange).time) ==
         Approx(5 + 7.0 * 64 * 16 * (512 * 2 + 4) / 8 / 50e3));
 }
@@ -424,8 +428,8 @@ TEST_CASE("a pipeline's sends cross domains only where its stages do") {
   CHECK(sends(8, 4) == std::pair{0.0, 3.0});
   CHECK(sends(2, 4) == std::pair{3.0, 0.0});
   CHECK(sends(4, 4) == std::pair{2.0, 1.0});
-  // A stage of 16 fills two domains. Two of 4 lie whole in one of 10, three of 2 in one of 7: no stage's
-  // collectives leave its domain.
+  // A stage of 16 ranks fills two domains. Two stages of 4 fit whole into a domain of 10, three of 2 into one
+  // of 7: the collectives of a stage never leave its domain.
   CHECK(sends(16, 4) == std::pair{0.0, 3.0});
   CHECK(sends(4, 4, 10) == std::pair{2.0, 1.0});
   CHECK(sends(2, 8, 7) == std::pair{5.0, 2.0});
@@ -444,7 +448,7 @@ TEST_CASE("operators, bounds and costs have names of their own") {
 TEST_CASE("each operator names the resource that bounds it") {
   const StepModel step(model_preset("deepseek-r1"), {}, hardware_preset("h200"));
   const StepReport report = step.explain({.kvp = 8, .tpf = 1, .ep = 8}, {.context = tokens(1e6), .batch = 8});
-  CHECK(find(report, Operator::attention).bound == Bound::compute);  // 243 flops a byte
+  CHECK(find(report, Operator::attention).bound == Bound::compute);  // 243 flops per byte
   CHECK(find(report, Operator::kvp_exchange).bound == Bound::network);
   CHECK(find(report, Operator::ffn_gate_up).bound == Bound::memory);
   CHECK(find(report, Operator::rope_append).bound == Bound::overhead);
@@ -463,7 +467,7 @@ TEST_CASE("each strategy communicates as it says") {
   CHECK(has(tied, Operator::hidden_broadcast));
   CHECK(find(tied, Operator::ffn_all_reduce).ranks == 8);
   CHECK(find(tied, Operator::kvp_exchange).hidden == Time{});
-  // A fixed group of 8 reads four times the FFN weights of 32.
+  // A fixed group of 8 ranks reads four times as many FFN weights as 32 ranks.
   const StepReport helix = dense.explain({.kvp = 4, .tpa = 8, .tpf = 32}, workload);
   CHECK(find(tied, Operator::ffn_down).bytes / find(helix, Operator::ffn_down).bytes ==
         Approx(4).epsilon(0.05));
@@ -478,7 +482,7 @@ TEST_CASE("each strategy communicates as it says") {
   CHECK(has(dispatched, Operator::ffn_dispatch));
   CHECK_FALSE(has(dispatched, Operator::kvp_exchange));
   CHECK_FALSE(has(dispatched, Operator::attention_all_reduce));
-  // 16 sequences on 16 ranks: each reads one, in whole.
+  // 16 sequences on 16 ranks: each rank reads one whole sequence.
   CHECK(in_microseconds(find(dispatched, Operator::attention).time) ==
         Approx(1e5 * 576 / 2 / 8e6).epsilon(0.05));
 }
@@ -496,7 +500,7 @@ TEST_CASE("windowed layers read their window only") {
   CHECK(full / windowed > 800);
   CHECK(full / windowed < 1024);
   // The first of 5 query tokens sees 128 tokens back, the last one 4 more: K and V of 8 heads of 64, and the
-  // query and output of 64.
+  // query and output of 64 heads.
   const StepReport drafts = step.explain({}, {.context = tokens(131072), .step_tokens = 5});
   const auto at = std::find_if(drafts.operators.begin(), drafts.operators.end(), [](const OperatorTime& op) {
     return op.op == Operator::attention && op.is_windowed;
@@ -513,7 +517,7 @@ TEST_CASE("where all layers are windowed, HOP-B's slices are theirs") {
   const Precision precision{8, 8, 16};
   const int full_slices = StepModel(model, precision, hardware_preset("gb200"))
                               .evaluate(layout, workload)
-                              .hop_b_slices;  // windows as long as the context
+                              .hop_b_slices;  // windows are as long as the context
   CHECK(full_slices > 1);
   model.full_attention_stride = 0;
   const StepReport report = StepModel(model, precision, hardware_preset("gb200")).explain(layout, workload);
@@ -568,7 +572,7 @@ TEST_CASE("attention and exchange measured on H200s are predicted within a tenth
   const StepModel attention(model, {}, hardware_preset("h200"));
   for (const Row& row :
        {Row{64, 131072, 1, 7463.6}, Row{8, 131072, 1, 948.2}, Row{1, 1048576, 1, 942.1},
-        Row{1, 131072, 1, 128.3}, Row{64, 66942, 1, 3822.9},  // ragged: as many tokens in all
+        Row{1, 131072, 1, 128.3}, Row{64, 66942, 1, 3822.9},  // ragged, with the same total number of tokens
         Row{8, 131072, 4, 978.5}, Row{8, 8192, 1, 69.4}, Row{1, 8192, 1, 15.6}, Row{64, 8192, 1, 480.1}}) {
     const StepReport report = attention.explain(
         {}, {.context = tokens(row.context), .batch = row.batch, .step_tokens = row.step_tokens});
@@ -599,7 +603,7 @@ TEST_CASE("products of 4-bit elements that have scales run at the rate of 4 bits
   };
   CHECK(gate_up(4.5) == Approx(gate_up(4)));
   CHECK(gate_up(4.25) == Approx(gate_up(4)));
-  CHECK(gate_up(6) > 1.5 * gate_up(4));  // has no rate of its own: that of 8
+  CHECK(gate_up(6) > 1.5 * gate_up(4));  // it has no rate of its own and uses that of 8
 }
 
 TEST_CASE("what cannot be timed is refused with the reason") {

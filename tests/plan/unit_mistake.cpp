@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programs that mistake one unit for another: only number 0 may compile. See tests/CMakeLists.txt.
+// Programs that confuse one unit with another: only number 0 may compile. See tests/CMakeLists.txt.
 #include <helix/plan/units.hpp>
 
 using namespace helix::plan;
@@ -11,15 +11,15 @@ int main() {
 #if HELIX_MISTAKE == 0
   const Time time = size / bandwidth;
 #elif HELIX_MISTAKE == 1
-  const Time time = size;  // bytes are no time
+  const Time time = size;  // bytes are not a time
 #elif HELIX_MISTAKE == 2
   const Time time = size * bandwidth;  // multiplied, not divided
 #elif HELIX_MISTAKE == 3
   const Time time = 125.0;  // seconds or microseconds?
 #elif HELIX_MISTAKE == 4
-  const Time time = (size + context) / bandwidth;  // tokens are no bytes
+  const Time time = (size + context) / bandwidth;  // tokens are not bytes
 #elif HELIX_MISTAKE == 5
-  const Time time = size / teraflops_per_second(8);  // bytes are no flops
+  const Time time = size / teraflops_per_second(8);  // bytes are not flops
 #elif HELIX_MISTAKE == 6
   const Time time = context < size ? Time{} : Time{};
 #endif

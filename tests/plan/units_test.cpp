@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The planner's units: what must not compile, and that what does is exact.
+// The planner's units: operations that must not compile, and exact results of those that do.
 #include <helix/plan/units.hpp>
 
 #include "support/catch.hpp"
@@ -25,7 +25,7 @@ concept Multipliable = requires(A a, B b) {
   a* b;
 };
 
-// What means something compiles.
+// Meaningful operations compile.
 static_assert(Addable<Time, Time> && Addable<Bytes, Bytes> && Comparable<Tokens, Tokens>);
 static_assert(Multipliable<Bytes, int> && Multipliable<double, Time>);
 static_assert(std::is_same_v<decltype(Bytes{} / Bandwidth{}), Time>);
@@ -36,7 +36,7 @@ static_assert(std::is_same_v<decltype(Tokens{} * (Bytes{} / Tokens{})), Bytes>);
 static_assert(std::is_same_v<decltype(Tokens{} / Time{}), TokenRate>);
 static_assert(std::is_same_v<decltype(Time{} / Time{}), double>);
 
-// Mistakes do not.
+// Mistakes do not compile.
 static_assert(!Addable<Bytes, Time> && !Addable<Bytes, Tokens> && !Addable<Bytes, Flops>);
 static_assert(!Addable<Bytes, double> && !Addable<Time, int>);
 static_assert(!Comparable<Bytes, Time> && !Comparable<Time, double> && !Comparable<Bandwidth, FlopRate>);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calibration by cases whose results follow by hand.
+// Calibration with cases whose results can be computed by hand.
 #include "calibration.hpp"
 
 #include <filesystem>
@@ -15,7 +15,7 @@ namespace {
 using namespace helix::plan;
 using helix::plan_cli::BenchCase;
 
-/// A kernel that takes so long for 1 MB, which a plain read takes 2 us for.
+/// A kernel that takes `us` for 1 MB, which a plain read takes 2 us for.
 BenchCase small_kernel(double us) {
   return {.name = "rms_norm/1",
           .family = "rms_norm",
@@ -27,11 +27,12 @@ TEST_CASE("overheads are the median excess of small kernels, and a combine that 
   const auto overheads = [](const std::vector<BenchCase>& cases) {
     return helix::plan_cli::calibrate(hardware_preset("gb200"), cases).overheads;
   };
-  // 3, 4 and 9 us beyond the read: the middle one. Nothing is read faster than the smallest read, 2 us.
+  // Excesses of 3, 4 and 9 us over the read give the middle one. Nothing is read faster than the smallest
+  // read, 2 us.
   const Overheads odd = overheads({small_kernel(5), small_kernel(11), small_kernel(6)});
   CHECK(in_microseconds(odd.per_operator) == Approx(4));
   CHECK(in_microseconds(odd.per_slice) == Approx(4 + 2));
-  // 3, 4, 6 and 9 us: the mean of the two in the middle.
+  // Excesses of 3, 4, 6 and 9 us give the mean of the two in the middle.
   const Overheads even = overheads({small_kernel(5), small_kernel(11), small_kernel(6), small_kernel(8)});
   CHECK(in_microseconds(even.per_operator) == Approx(5));
   CHECK(in_microseconds(even.per_slice) == Approx(5 + 2));
@@ -52,7 +53,7 @@ TEST_CASE("every file of results calibrates every preset") {
   CHECK(files >= 10);
 }
 
-/// A plain read of so many bytes.
+/// A plain read of `bytes` bytes.
 BenchCase read_of(double bytes, double us) {
   return {.name = "linear/1",
           .family = "linear",
@@ -64,14 +65,14 @@ TEST_CASE("below large reads a flat curve keeps its bandwidth, where that is no 
   const auto read = [](double us) {
     return helix::plan_cli::calibrate(hardware_preset("gb200"), {read_of(8e7, us)}).read;
   };
-  // 80 MB at 8000 GB/s take 10 us.
+  // 80 MB take 10 us at 8000 GB/s.
   CHECK(in_microseconds(read(20).time(bytes(8e7))) == Approx(20));
   CHECK(in_microseconds(read(20).time(bytes(4e7))) == Approx(5));
   CHECK(in_microseconds(read(5).time(bytes(8e7))) == Approx(5));
   CHECK(in_microseconds(read(5).time(bytes(4e7))) == Approx(2.5));
 }
 
-/// A layer over KVP 2 whose exchange and all-reduce take so long.
+/// A layer over KVP 2 with the given times of exchange and all-reduce.
 BenchCase layer(double exchange_us, double all_reduce_us, bool has_windows) {
   BenchCase at{.name = "decode_layer",
                .family = "decode_layer",
@@ -90,7 +91,7 @@ TEST_CASE("collectives over windows count only where none went over NCCL, and no
       REQUIRE(measured.points.size() == 1);
       return in_microseconds(measured.points[0].time);
     }
-    return 0.0;  // keeps the model's
+    return 0.0;  // uses the model's value
   };
   const std::vector<BenchCase> both{layer(4, 6, true), layer(9, 8, false), layer(4, 6, true)};
   CHECK(us(both, Collective::all_reduce) == 8);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// helix-plan as a user runs it: tables, JSON, CSV, pictures, calibration, one clear error for each bad input;
-// and helix-decode under the topology that the planner chooses.
+// helix-plan as a user runs it: tables, JSON, CSV, pictures, calibration, and one clear error for each
+// invalid input; and helix-decode under the topology that the planner chooses.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -109,7 +109,7 @@ TEST_CASE("JSON and CSV agree, and the frontier is what brute force finds") {
       return other.user >= row.user && other.gpu >= row.gpu && (other.user > row.user || other.gpu > row.gpu);
     });
     if (row.on_frontier) CHECK_FALSE(is_dominated);
-    if (!is_dominated && !row.on_frontier) {  // only an equal one may stand for it
+    if (!is_dominated && !row.on_frontier) {  // only an equal row may represent it
       CHECK(std::any_of(rows.begin(), rows.end(), [&](const Row& other) {
         return other.on_frontier && other.user == row.user && other.gpu == row.gpu;
       }));
@@ -133,7 +133,7 @@ TEST_CASE("layouts with and without HOP-B are told apart in JSON and CSV") {
     CHECK(layouts.insert(at.at("layout").dump()).second);
   }
   CHECK(requested.size() == 2);
-  CHECK(requested["off"] > requested["auto"]);  // also where there is no exchange
+  CHECK(requested["off"] > requested["auto"]);  // also if there is no exchange
   CHECK(requested["auto"] > 10);
   for (const json& loss : plan.at("losses")) CHECK(loss.at("layout").contains("hop_b"));
 
@@ -143,7 +143,7 @@ TEST_CASE("layouts with and without HOP-B are told apart in JSON and CSV") {
   for (std::size_t i = 1; i < lines.size(); ++i) {
     const std::vector<std::string> cells = split(lines[i], ',');
     REQUIRE(cells.size() == split(lines[0], ',').size());
-    std::string row;  // up to hop_b: a batch each
+    std::string row;  // the columns up to hop_b, one batch each
     for (std::size_t k = 0; k < 10; ++k) row += cells[k] + ",";
     CHECK(rows.insert(row).second);
   }
@@ -177,7 +177,8 @@ TEST_CASE("the bits of fp8_ds_mla are those of the model's rows") {
 }
 
 TEST_CASE("a machine from a file gives appendix A's KV time") {
-  // 8 sequences of 1e6 tokens, 2 * 8 heads of 128 in 4 bits: 8.192 GB, at 8000 GB/s 1024 us a layer.
+  // 8 sequences of 1e6 tokens with 2 * 8 heads of 128 in 4 bits: 8.192 GB, which takes 1024 us per layer at
+  // 8000 GB/s.
   const ScratchDirectory scratch;
   write_file(scratch / "machine.json",
              R"({"based_on": "roofline-8000", "name": "one large GPU", "memory_gb": 1e5})");
@@ -193,7 +194,7 @@ TEST_CASE("a machine from a file gives appendix A's KV time") {
   for (const json& op : plan.at("best").at("operators")) {
     if (op.at("operator") == "attention") attention_us = op.at("us").get<double>();
   }
-  CHECK(attention_us == Approx(1024.0).epsilon(1e-3));  // queries and outputs come on top
+  CHECK(attention_us == Approx(1024.0).epsilon(1e-3));  // queries and outputs add a little
 }
 
 TEST_CASE("names from files are printed on one line, control characters as text") {
@@ -383,13 +384,13 @@ TEST_CASE("report and timeline of a model whose layers are all windowed show its
     return std::distance(std::sregex_iterator(timeline.begin(), timeline.end(), bar), std::sregex_iterator());
   };
   CHECK(bars() > 20 + 2 * std::stoi(slices[1].str()));
-  plan(" --batch 1");  // one sequence is no two slices
+  plan(" --batch 1");  // one sequence cannot be two slices
   timeline = read_file(scratch / "timeline.svg");
   CHECK_THAT(timeline, Contains("with HOP-B in 1 slice: ") && !Contains("HOP-B 8"));
   CHECK(bars() > 20);
 }
 
-/// Rows of --check by case: measured, predicted, and whether the row is marked.
+/// Rows of --check by case: the measured time, the predicted time, and whether the row is marked.
 struct CheckRow {
   double measured_us, predicted_us;
   bool is_marked;
@@ -417,7 +418,8 @@ TEST_CASE("calibrated by single operators, whole steps are predicted within 10 p
   for (const auto& [name, row] : rows) {
     INFO(name);
     const double error = std::abs(row.predicted_us / row.measured_us - 1);
-    if (std::abs(error - 0.1) > 1e-3) CHECK((error > 0.1) == row.is_marked);  // the table is rounded
+    // Except near 0.1, because the table is rounded.
+    if (std::abs(error - 0.1) > 1e-3) CHECK((error > 0.1) == row.is_marked);
     if (name.starts_with("decode_layer")) {
       ++steps;
       CHECK(error < 0.1);
@@ -444,7 +446,7 @@ TEST_CASE("every file of results calibrates: an H200 stays one, small reads and 
     INFO(file);
     CHECK(ttl_ms(" --calibrate " + file) == Approx(preset).epsilon(0.1));
     const auto rows = check_rows("--check " + file);
-    if (rows.size() < 15) continue;  // of kernels that the model does not predict
+    if (rows.size() < 15) continue;  // results of kernels that the model does not predict
     ++files;
     const auto far = std::count_if(rows.begin(), rows.end(), [](const auto& row) {
       return std::abs(row.second.predicted_us / row.second.measured_us - 1) > 0.1;
@@ -485,7 +487,7 @@ TEST_CASE("measurements change a plan's machine") {
   CHECK_THAT(run.output, Contains("h200, calibrated") && Contains("measured over 4 ranks"));
 }
 
-/// Whether tags nest, attributes are quoted and text is escaped: what a picture may use of XML.
+/// Whether tags nest, attributes are quoted and text is escaped: the only XML that a picture may use.
 bool is_well_formed(const std::string& xml) {
   const std::regex tag(R"(<(/?)([a-z]+)((?: [A-Za-z0-9-]+="[^"<&]*")*)(/?)>)");
   std::vector<std::string> open;
@@ -786,7 +788,7 @@ TEST_CASE("output that cannot be written is an error and leaves no half of a fil
     return run_command("sh -c '" + replaced(script, "$P", HELIX_PLAN) + "'", 60);
   };
   for (const std::string size :
-       {"--top 1 ", "--top 1000 --frontier "}) {  // within the stream's buffer, and past
+       {"--top 1 ", "--top 1000 --frontier "}) {  // within the stream's buffer, and beyond it
     const Run lost = run_script(plan + size + "> /dev/full");
     CHECK(lost.exit_code == 1);
     CHECK(lost.output == "helix-plan: standard output cannot be written: No space left on device\n");
@@ -794,7 +796,7 @@ TEST_CASE("output that cannot be written is an error and leaves no half of a fil
   const std::string folder = (scratch / "out").string();
   std::filesystem::create_directory(folder);
   for (const char* option : {"--json ", "--csv ", "--pictures "}) {
-    // No block may be written: as on a full disk, write() fails.
+    // No block may be written: write() fails as on a full disk.
     const Run full = run_script("trap \"\" XFSZ; ulimit -f 0; " + plan + option + folder +
                                 (std::string(option) == "--pictures " ? "" : "/file"));
     INFO(full.output);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The global operator new and delete, replaced by ones that count. Apart from what is counted, so that no
-// compiler inlines one of a pair and misses the other.
+// Replaces the global operator new and delete with ones that count. They are in a file of their own, so that
+// no compiler inlines one of a pair and not the other.
 #include "support/allocations.hpp"
 
 #include <atomic>
@@ -14,7 +14,7 @@ std::atomic<bool> is_counting = false;
 std::atomic<std::int64_t> num_allocations = 0;
 thread_local std::int64_t own_allocations = 0;
 thread_local std::int64_t failing_allocation =
-    -1;  // number of the one that fails on this thread; negative: none
+    -1;  // number of the allocation that fails on this thread; negative: none
 
 void* allocate(std::size_t bytes, std::size_t alignment) {
   if (is_counting) ++num_allocations;
@@ -27,7 +27,7 @@ void* allocate(std::size_t bytes, std::size_t alignment) {
 
 }  // namespace
 
-// All other forms come down to these.
+// All other forms call these.
 void* operator new(std::size_t bytes) {
   return allocate(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts the calls of operator new on all threads. Link support/allocations.cpp, which replaces it.
+// Counts the calls of operator new on all threads. Link support/allocations.cpp, which replaces operator new.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@ namespace helix::test {
 
 void start_counting_allocations();
 
-/// Allocations since start_counting_allocations().
+/// Number of allocations since start_counting_allocations().
 std::int64_t stop_counting_allocations();
 
-/// Allocations of all threads while `work` runs.
+/// Number of allocations of all threads while `work` runs.
 template <class Work>
 std::int64_t allocations_in(const Work& work) {
   start_counting_allocations();
@@ -19,10 +19,10 @@ std::int64_t allocations_in(const Work& work) {
   return stop_counting_allocations();
 }
 
-/// From here on the allocation number `number` (0: the next) of the calling thread throws std::bad_alloc,
-/// once; negative: none does. Starts to count the thread's allocations.
+/// Makes allocation `number` (0: the next) of the calling thread throw std::bad_alloc, once; negative: none.
+/// Also starts to count the thread's allocations.
 void fail_own_allocation(std::int64_t number);
-/// Ends it. Returns the allocations of the calling thread since it began, the failed one included.
+/// Ends this. Returns the calling thread's allocations since it began, including the failed one.
 std::int64_t stop_failing_own_allocations();
 
 }  // namespace helix::test

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens of which every element is known, written to a stage's caches and looked for there.
+// Tokens with known elements, written to a stage's caches and checked there.
 #pragma once
 
 #include <algorithm>
@@ -33,10 +33,10 @@ inline std::int64_t owned_count(std::int64_t length, std::int64_t kvp, std::int6
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The whole stage in one thread: each rank has its backend, cache and stream.
+// The whole stage in one thread: each rank has its own backend, cache and stream.
 // ---------------------------------------------------------------------------------------------------------------
 
-/// Element d of the K (or V) row of token `token` in one head of one layer: anything, different everywhere.
+/// Element d of the K (or V) row of `token` in one head of one layer: arbitrary, but different everywhere.
 inline float element(std::int64_t token, std::int64_t layer, std::int64_t head, bool is_value,
                      std::int64_t d) {
   const std::int64_t mix =
@@ -48,7 +48,7 @@ inline float through_format(DType format, float value, float scale) {
   return helix::dispatch(format, [&]<class T>(T*) { return static_cast<float>(T(value / scale)) * scale; });
 }
 
-/// Column d of a latent row of DType::fp8_ds_mla, stored and read back: columns share a scale by 128.
+/// Column d of a latent row of DType::fp8_ds_mla after storing and reading back: 128 columns share a scale.
 inline float through_mixed_row(std::int64_t token, std::int64_t layer, std::int64_t value_dim,
                                std::int64_t d) {
   const float value = element(token, layer, 0, false, d);
@@ -73,8 +73,8 @@ inline float scale_at(const std::vector<float>& scales, std::int64_t layer, std:
   return scales[static_cast<std::size_t>(layer * kv_heads + head)];
 }
 
-/// Writes tokens[first ..] of a sequence at those positions in every layer of every rank: each rank gets all
-/// rows of its heads and keeps what it owns.
+/// Writes tokens[first ..] of a sequence at those positions in every layer of every rank. Each rank gets all
+/// rows of its heads and keeps those that it owns.
 inline void write_tokens(Stage& stage, SequenceId id, const std::vector<std::int64_t>& tokens,
                          std::int64_t first) {
   const auto count = static_cast<std::int64_t>(tokens.size()) - first;
@@ -98,13 +98,13 @@ inline void write_tokens(Stage& stage, SequenceId id, const std::vector<std::int
           id, layer, first, TensorView<const float, 3>(k.data(), {count, heads.size(), view.format.head_dim}),
           TensorView<const float, 3>(v.data(), {view.format.is_latent ? 0 : count, heads.size(), v_dim}),
           stage.stream(rank));
-      stage.stream(rank).synchronize();  // k and v end here
+      stage.stream(rank).synchronize();  // k and v are destroyed here
     }
   }
 }
 
-/// Every rank stores exactly the tokens it owns, with the right values in every layer, and all of them
-/// together the sequence.
+/// Checks that every rank stores exactly the tokens that it owns, with the right values in every layer, and
+/// that all ranks together store the whole sequence.
 inline void check_contents(Stage& stage, SequenceId id, const std::vector<std::int64_t>& tokens) {
   std::vector<std::int64_t> copies(tokens.size(), 0);
   std::int64_t mistakes = 0;
@@ -146,7 +146,7 @@ inline void check_contents(Stage& stage, SequenceId id, const std::vector<std::i
         }
       }
     }
-    // The device's page table says what the ledger says.
+    // The device's page table must agree with the ledger.
     const auto pages = cache.ledger().pages(id, view.kvp_rank);
     REQUIRE(static_cast<std::int64_t>(pages.size()) == (count + spec.page_tokens - 1) / spec.page_tokens);
     for (std::size_t i = 0; i < pages.size(); ++i) {
@@ -161,7 +161,7 @@ inline void check_contents(Stage& stage, SequenceId id, const std::vector<std::i
 
 struct Tracked {
   SequenceId id;
-  std::vector<std::int64_t> tokens;  // a unique number a token, kept by forks
+  std::vector<std::int64_t> tokens;  // a unique number per token, which forks keep
 };
 
 }  // namespace helix::test::cache

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole stage's caches in one thread, filled with tokens whose every element is known.
+// The caches of a whole stage in one thread, filled with tokens whose elements are all known.
 #pragma once
 
 #include <algorithm>
@@ -100,7 +100,7 @@ class Stage {
   CpuBackend& backend(int rank) { return ranks_[static_cast<std::size_t>(rank)]->backend; }
   Stream& stream(int rank) { return ranks_[static_cast<std::size_t>(rank)]->stream; }
 
-  /// The same call on all ranks: all of them return, or throw, alike.
+  /// Makes the same call on all ranks. All of them must return, or all must throw the same error.
   std::optional<Failure> on_all(const std::function<void(Cache&, Stream&)>& act) {
     std::optional<Failure> first;
     for (int rank = 0; rank < size(); ++rank) {
@@ -127,7 +127,7 @@ class Stage {
         : backend(std::move(stage), std::move(kvp)),
           cache(backend, topology, spec),
           stream(backend.create_stream()) {
-      // NaN in every format: what was never written must not be read.
+      // NaN in every format, because memory that was never written must not be read.
       std::memset(cache.layer(0).k, 0xff, cache.capacity_bytes() / static_cast<std::size_t>(spec.layers));
     }
     CpuBackend backend;
@@ -140,7 +140,7 @@ class Stage {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-/// All that an outside observer can tell about a ledger.
+/// Everything that an outside observer can tell about a ledger.
 struct Snapshot {
   std::vector<std::int64_t> numbers;
   friend bool operator==(const Snapshot&, const Snapshot&) = default;

@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// Catch2 as the contract suites find it.
+// Includes Catch2 as the contract suites find it.
 #pragma once
 #include <helix/contract/catch.hpp>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's slices of a layer, cut by the test's own arithmetic, in a backend's memory.
+// One rank's slices of a layer in a backend's memory, cut by the test's own arithmetic.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ inline oracle::Matrix columns_of(const oracle::Matrix& m, Range range) {
   return out;
 }
 
-/// One below the other; of biases ([1, n]) one behind the other.
+/// Stacks matrices on top of each other; joins biases ([1, n]) end to end.
 inline oracle::Matrix stacked(std::initializer_list<oracle::Matrix> parts, bool is_bias = false) {
   oracle::Matrix out;
   for (const oracle::Matrix& part : parts) {
@@ -48,7 +48,7 @@ inline Range scaled(Range range, std::int64_t width) {
   return {range.begin * width, range.end * width};
 }
 
-/// How W_o's columns are dealt out. The wrong way is for the negative control of invariant 1.
+/// How W_o's columns are distributed. The wrong way is for the negative control of invariant 1.
 enum class OutputShard { by_combined_heads, by_stage_rank };
 
 /// One rank's slices of a layer in the backend's memory.
@@ -120,7 +120,7 @@ class DeviceLayer {
     w.q_a_norm = put(a.q_a_norm);
     if (has_query_lora) w.q_b = put(a.q_b);
     w.kv_a_norm = put(a.kv_a_norm);
-    oracle::Matrix absorb{layer.query_heads * layer.kv_lora, layer.nope, {}};  // k_b, transposed head by head
+    oracle::Matrix absorb{layer.query_heads * layer.kv_lora, layer.nope, {}};  // k_b, transposed per head
     for (std::int64_t h = 0; h < layer.query_heads; ++h)
       for (std::int64_t l = 0; l < layer.kv_lora; ++l)
         for (std::int64_t n = 0; n < layer.nope; ++n)
@@ -143,7 +143,7 @@ class DeviceLayer {
     return w;
   }
 
-  /// An absent matrix gives an empty view; a slice without rows or columns a view of its sizes.
+  /// An absent matrix gives an empty view; a slice without rows or columns gives a view with its sizes.
   WeightView put(const oracle::Matrix& m) {
     if (m.rows == 0 && m.cols == 0) return {};
     const std::size_t bytes = m.values.size() * size_bytes(dtype_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A KV pool under test: memory full of NaN, its view, and where each row lies in words of its own.
+// A KV pool under test: memory full of NaN, its view, and an independent formula for the place of each row.
 #pragma once
 
 #include <cmath>
@@ -30,7 +30,7 @@ struct Sizes {
   std::int64_t num_pages = 0;
 };
 
-/// Memory in an engine's layout, its view, and where a row lies: element of memory[buffer].
+/// Memory in an engine's layout, its view, and the place of a row: an element of memory[buffer].
 struct Pool {
   struct Place {
     std::size_t buffer;
@@ -51,7 +51,7 @@ struct Pool {
   }
 };
 
-/// An engine's layout: a maker of pools, and what it fixes.
+/// An engine's layout: a function that creates pools, and the sizes that the layout fixes.
 struct Layout {
   const char* name;
   Pool (*make)(const Sizes&);
@@ -63,14 +63,14 @@ struct Layout {
 /// An index and the extent of its axis.
 using Index = std::pair<std::int64_t, std::int64_t>;
 
-/// Place of a row of `columns` elements in a dense tensor, by its indices, outermost first.
+/// Place of a row of `columns` elements in a dense tensor; indices are given from the outermost axis on.
 inline std::int64_t row_of(std::int64_t columns, std::initializer_list<Index> indices) {
   std::int64_t row = 0;
   for (const auto& [i, extent] : indices) row = row * extent + i;
   return row * columns;
 }
 
-/// Makes a pool's k and v of one function: row(half, page, token, head) in the first buffer.
+/// Derives a pool's k and v from one function: row(half, page, token, head) in the first buffer.
 template <class Row>
 void set_rows(Pool& pool, const Row& row) {
   pool.k = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return Pool::Place{0, row(0, p, t, h)}; };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// KV pools as engines keep them, each with its view as foreign_kv.hpp makes it.
+// KV pools as engines keep them, each with the view that foreign_kv.hpp makes.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ Pool vllm_diffkv(const Sizes& s) {
   return pool;
 }
 
-/// Pools of vLLM that hold several layers, in its HND layout: FlashInfer's stride order.
+/// Pools of vLLM with several layers in its HND layout, which is FlashInfer's stride order.
 inline Pool vllm_layers(const Sizes& s) {
   constexpr std::int64_t kLayers = 3;
   constexpr std::int64_t kLayer = 2;
@@ -126,7 +126,7 @@ inline Pool flashinfer_mla(const Sizes& s) {
   return pool;
 }
 
-/// One row a token, [page][token][D]: vLLM's, SGLang's and FlashMLA's latents.
+/// One row per token, [page][token][D]: the latents of vLLM, SGLang and FlashMLA.
 inline Pool latent_rows(const Sizes& s) {
   Pool pool(s.dtype, {s.num_pages * s.page_tokens * s.d});
   pool.view = KvView::of_pool(pool.memory[0].data(), KvFormat::latent(s.dtype, s.d, s.dv, s.page_tokens),

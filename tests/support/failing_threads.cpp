@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// pthread_create in front of the system's.
+// Replaces the system's pthread_create.
 #include "support/failing_threads.hpp"
 
 #include <atomic>

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that the system refuses when a test says so. Not for sanitizers, which have a pthread_create of
-// their own.
+// Lets a test make the system refuse threads. Not for sanitizers, which have a pthread_create of their own.
 #pragma once
 
 namespace helix::test {
 
-/// Threads that this process has asked for since the last refuse_threads(), refused ones included.
+/// Number of threads that this process has requested since the last refuse_threads(), including refused ones.
 int num_threads_asked();
 
-/// Counts from 0 again, and refuses the threads from number `first` on (0 is the next), `count` of them, with
-/// EAGAIN; count 0: refuses none.
+/// Resets the count to 0 and refuses `count` threads, beginning with number `first` (0 is the next), with
+/// EAGAIN. A count of 0 refuses none.
 void refuse_threads(int first, int count);
 
 }  // namespace helix::test

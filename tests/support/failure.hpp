@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The helix::Error that a call throws, for tests of messages, and tables of mistakes that must have one.
+// The helix::Error that a call throws, for tests of error messages, and tables of mistakes that must cause
+// one.
 #pragma once
 
 #include <functional>
@@ -22,7 +23,7 @@ struct Failure {
   friend bool operator==(const Failure&, const Failure&) = default;
 };
 
-/// Nothing if `act` returns; other exceptions pass.
+/// The Error that `act` throws; nullopt if it returns. Other exceptions propagate.
 template <class Act>
 std::optional<Failure> failure_of(Act&& act) {
   try {
@@ -48,7 +49,7 @@ std::string failure_message(Act&& act) {
   return failure ? failure->what : "";
 }
 
-/// A way to spoil a T, and the words of the message that must follow.
+/// A way to spoil a T, and the words that the message must contain.
 template <class T>
 struct Mistake {
   std::string_view names;
@@ -56,7 +57,7 @@ struct Mistake {
   ErrorCode code = ErrorCode::invalid_argument;
 };
 
-/// Checks that `act` takes what `make_good` makes, and refuses it after each of the mistakes by name.
+/// Checks that `act` accepts what `make_good` makes, and refuses it by name after each of the mistakes.
 template <class T, class MakeGood, class Act>
 void check_mistakes(std::initializer_list<Mistake<T>> mistakes, const MakeGood& make_good, const Act& act) {
   {

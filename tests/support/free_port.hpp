@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A TCP port that nobody listens on, for the tests' rendezvous.
+// A free TCP port for the tests' rendezvous.
 #pragma once
 
 #include <stdexcept>
@@ -10,7 +10,7 @@
 
 namespace helix::test {
 
-/// A port of the loopback interface that was free a moment ago.
+/// A port of the loopback interface that was free just now.
 inline int free_port() {
   const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One random layer, run over several steps on a thread a rank.
+// Runs one random layer over several steps, with one thread per rank.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ struct LayerRunOptions {
   MlaPrefill mla_prefill{};
 };
 
-/// One rank with everything that decode_layer takes.
+/// One rank with everything that decode_layer needs.
 template <Backend B>
 class LayerRank {
  public:
@@ -62,7 +62,7 @@ class LayerRank {
                                                                  LayerInput::hidden, options.mla_prefill))),
         hidden_(backend.allocate(static_cast<std::size_t>(script.max_step_tokens() * layer.hidden) *
                                  sizeof(float))) {
-    // What a layer reads of its workspace it has written itself: NaN would show otherwise.
+    // A layer reads only workspace memory that it has written itself; otherwise NaN would show.
     const std::vector<float> poison(workspace_.size_bytes() / sizeof(float), std::nanf(""));
     backend.upload(workspace_.data(), poison.data(), poison.size() * sizeof(float), stream_);
     for (std::int64_t b = 0; b < script.sequences; ++b) sequences_.push_back(cache_.add());
@@ -72,7 +72,7 @@ class LayerRank {
   LayerRank& operator=(const LayerRank&) = delete;
   ~LayerRank() {
     try {
-      backend_->synchronize(stream_);  // after a failure work may still be queued on the memory below
+      backend_->synchronize(stream_);  // after a failure, queued work may still use the memory below
     } catch (...) {
     }
   }
@@ -103,13 +103,13 @@ class LayerRank {
     return {reinterpret_cast<float*>(hidden_.data()), {tokens_, shape_.hidden}};
   }
 
-  /// Queues the layer on what prepare() uploaded.
+  /// Queues the layer on the inputs uploaded by prepare().
   void launch() {
     decode_layer(*backend_, shape_, layer_.config(), layer_.weights(), cache_.layer(0), batch_.batch(),
                  hidden(), layer_options(), stream_);
   }
 
-  /// Waits for the hidden states, then forgets the rejected tokens.
+  /// Waits for the hidden states, then truncates the rejected tokens.
   std::vector<float> finish(const Step& step) {
     std::vector<float> out(static_cast<std::size_t>(hidden().size()));
     backend_->download(out.data(), hidden_.data(), out.size() * sizeof(float), stream_);
@@ -126,7 +126,8 @@ class LayerRank {
     return finish(step);
   }
 
-  /// This rank's keys of one sequence [local tokens, heads, D] and, behind them, its values. MLA: the rows.
+  /// This rank's keys of one sequence [local tokens, heads, D], followed by its values. For MLA the latent
+  /// rows.
   std::vector<float> read_kv(std::size_t sequence) {
     const KvFormat format = cache_.layer(0).format;
     const std::int64_t tokens = cache_.local_length(sequences_[sequence]);
@@ -180,10 +181,10 @@ class LayerRank {
   std::int64_t tokens_ = 0;
 };
 
-/// What one rank ended with.
+/// The final results of one rank.
 struct RankResult {
-  std::vector<std::vector<float>> hidden;  // of each step
-  std::vector<std::vector<float>> kv;      // of each sequence, LayerRank::read_kv
+  std::vector<std::vector<float>> hidden;  // for each step
+  std::vector<std::vector<float>> kv;      // for each sequence, from LayerRank::read_kv
   Range kv_heads;
   std::int64_t kvp_rank = 0;
   std::size_t kv_bytes = 0;  // of the pages that hold tokens
@@ -191,7 +192,8 @@ struct RankResult {
 
 inline constexpr double kLayerTolerance = 1e-5;  // f32, relative to the oracle's scale
 
-/// Largest difference from the oracle over all steps, relative to its largest value. NaN gives infinity.
+/// Largest difference from the oracle over all steps, relative to the oracle's largest value. NaN gives
+/// infinity.
 inline double error_of(const RankResult& result, const Expected& expected) {
   double worst = 0.0;
   double scale = 0.0;
@@ -206,15 +208,16 @@ inline double error_of(const RankResult& result, const Expected& expected) {
   return worst / scale;
 }
 
-/// Makes a rank's backend of its communicators: `stage` by stage_rank, its KVP group split off.
+/// Creates a rank's backend from its communicators: `stage`, ordered by stage_rank, and the KVP group split
+/// off from it.
 template <Backend B, SplittableComm Comm>
 B make_backend(const Topology& topo, Comm stage) {
   Comm kvp = split_kvp(stage, topo);
   return B(std::move(stage), std::move(kvp));
 }
 
-/// The script on a thread a rank, which has a communicator of LocalComm's kind. @throws with every rank's
-/// message if any fails.
+/// Runs the script with one thread per rank, each with a communicator like LocalComm.
+/// @throws with every rank's message if any rank fails.
 template <Backend B = cpu::Backend<cpu::LocalComm>, SplittableComm LocalComm = cpu::LocalComm>
 std::vector<RankResult> run_script(const Topology& topo, const oracle::Layer& layer, const Script& script,
                                    const LayerRunOptions& options) {

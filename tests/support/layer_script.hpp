@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps that a layer runs over, and what the oracle says of them.
+// The steps that a layer runs, and the oracle's results for them.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@
 
 namespace helix::test {
 
-/// What all ranks do in one step.
+/// The input of all ranks in one step.
 struct Step {
-  std::vector<std::int64_t> counts;    // new tokens of each sequence, 0 included
-  std::vector<std::int64_t> rejected;  // of each sequence, truncated after the step
+  std::vector<std::int64_t> counts;    // new tokens of each sequence, possibly 0
+  std::vector<std::int64_t> rejected;  // tokens of each sequence that are truncated after the step
   std::vector<float> hidden;           // [tokens, M]
 
   std::int64_t num_tokens() const {
@@ -44,8 +44,8 @@ struct Script {
   }
 };
 
-/// A ragged prefill, a decode step in which some sequences rest, four draft tokens of which some are
-/// rejected, then one token a sequence and a prefill chunk of the last one.
+/// A ragged prefill; a decode step in which some sequences have no tokens; four draft tokens, some of which
+/// are rejected; then one token per sequence and a prefill chunk of the last sequence.
 inline Script ragged_script(std::int64_t sequences, std::int64_t hidden, std::uint32_t seed) {
   Script script;
   script.sequences = sequences;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main function of the tests, compiled once.
+// The main function of the tests, compiled only once.
 #define CATCH_CONFIG_RUNNER
 #include "support/catch.hpp"
 #include "support/skipped.hpp"

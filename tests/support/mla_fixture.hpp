@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Latent attention of one layer from the sharded cache to the combined output, on a thread a KVP rank.
+// Latent attention of one layer, from the sharded cache to the combined output, with one thread per KVP rank.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ class MlaRank {
     fill();
   }
 
-  /// Writes this rank's heads of `result`.
+  /// Computes and writes this rank's heads of `result`.
   void run(MlaOutput<float>& result) {
     B& backend = *backend_;
     const std::int64_t tokens = world_->num_tokens();
@@ -53,7 +53,7 @@ class MlaRank {
     for (const SequenceId id : sequences_) slots.push_back(cache_.slot(id));
     batch.set(world_->offsets(), world_->positions(), slots, stream_);
 
-    // What the code under test reads of these it has written itself: NaN would show otherwise.
+    // The code under test reads only memory that it has written itself; otherwise NaN would show.
     const auto poisoned = [&](std::size_t bytes) {
       auto buffer = backend.allocate(std::max<std::size_t>(bytes, 1));
       poison(buffer.data(), bytes);
@@ -131,7 +131,7 @@ class MlaRank {
     return spec;
   }
 
-  /// Makes every number in device memory a NaN, of whatever type.
+  /// Sets device memory so that every number in it is NaN, whatever its type.
   void poison(std::byte* target, std::size_t bytes) {
     const std::vector<std::uint8_t> ones(std::min<std::size_t>(bytes, std::size_t{1} << 20), 0xff);
     backend_->upload(target, ones.data(), ones.size(), stream_);
@@ -139,12 +139,13 @@ class MlaRank {
       backend_->copy(target + done, target, std::min(ones.size(), bytes - done), stream_);
   }
 
-  /// Makes and writes the rows that this rank owns. The others' rows are NaN: none may be stored.
+  /// Creates and writes the rows that this rank owns. All other rows are NaN, because none of them may be
+  /// stored.
   void fill() {
     const std::int64_t kvp = sharding_.kvp;
     const std::int64_t chunk = sharding_.chunk;
     const std::int64_t rank = backend_->comms().kvp->rank();
-    // The same rows of every block are this rank's.
+    // In every block the same rows belong to this rank.
     HELIX_EXPECTS(World::kBlock % (kvp * chunk) == 0, ErrorCode::invalid_argument, "chunk ", chunk,
                   " over KVP ", kvp, " does not divide blocks of ", World::kBlock, " tokens");
     const auto lengths = world_->lengths();
@@ -161,7 +162,7 @@ class MlaRank {
         backend_->upload(device.data(), rows.data(), bytes_of<T>(count * World::kDim), stream_);
         cache_.write(id, 0, begin, {reinterpret_cast<const T*>(device.data()), {count, 1, World::kDim}}, {},
                      stream_);
-        backend_->synchronize(stream_);  // uploads that wait in a queue hold copies
+        backend_->synchronize(stream_);  // uploads waiting in the queue hold copies
       }
     }
   }
@@ -174,8 +175,9 @@ class MlaRank {
   std::vector<SequenceId> sequences_;
 };
 
-/// The attention of `world` on a thread a KVP rank, which has a communicator of LocalComm's kind; NaN where
-/// no rank wrote. @throws with every rank's message if any fails.
+/// Runs the attention of `world` with one thread per KVP rank, each with a communicator like LocalComm.
+/// Elements that no rank wrote are NaN.
+/// @throws with every rank's message if any rank fails.
 template <Backend B, SplittableComm LocalComm>
 MlaOutput<float> run_mla(const MlaWorld<typename B::Activation>& world, const MlaSharding& sharding) {
   constexpr std::chrono::minutes kBound{10};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sequences of latent rows as a function of their place, and a naive attention over them in double precision.
+// Sequences of latent rows that are a function of their position, and naive attention over them in double
+// precision.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +20,8 @@
 namespace helix::test {
 
 struct MlaSequence {
-  std::int64_t length = 0;   // global tokens, the query tokens included
-  std::int64_t queries = 1;  // the last ones
+  std::int64_t length = 0;   // global tokens, including the query tokens
+  std::int64_t queries = 1;  // query tokens, which are the last ones
 };
 
 struct MlaSpec {
@@ -36,7 +37,8 @@ struct MlaSharding {
   std::int64_t page_tokens = 64;
 };
 
-/// Sequences of unequal lengths up to `longest`; those of one and of a few tokens leave ranks without any.
+/// Sequences of unequal lengths up to `longest`. Sequences of one or a few tokens leave some ranks without
+/// any.
 inline std::vector<MlaSequence> unequal_sequences(std::int64_t count, std::int64_t longest) {
   std::vector<MlaSequence> sequences{{longest}};
   for (std::int64_t b = 1; b < count; ++b) {
@@ -46,19 +48,19 @@ inline std::vector<MlaSequence> unequal_sequences(std::int64_t count, std::int64
   return sequences;
 }
 
-/// [tokens, heads, 512] and, natural log, [tokens, heads].
+/// out [tokens, heads, 512] and lse [tokens, heads], natural log.
 template <class X>
 struct MlaOutput {
   std::vector<X> out;
   std::vector<X> lse;
 };
 
-/// What every token of every sequence holds and what each query asks. Values are a function of their place,
-/// so that ranks and the reference make the rows that they need instead of storing 1M of them. T:
-/// activations.
+/// The contents of every token of every sequence, and the queries. Values are a function of their position,
+/// so that ranks and the reference generate the rows that they need instead of storing 1M of them. T is the
+/// type of activations.
 ///
-/// About 200 tokens a sequence, those at the edges of shards among them, share half of the weight, whatever
-/// the context: else no tolerance could see one of 1M tokens missing.
+/// About 200 tokens of each sequence, including those at the edges of shards, share half of the weight,
+/// whatever the context length. Otherwise no tolerance could detect one missing token of 1M.
 template <class T>
 class MlaWorld {
  public:
@@ -96,13 +98,13 @@ class MlaWorld {
     const auto b = static_cast<std::int64_t>(sequence);
     fill_random(row, kDim, (b * kMaxTokens + position) * kDim / 2);
     const std::int64_t length = spec_.sequences[sequence].length;
-    row[kDim - 1] = T(0.0f);  // meets the 1 that ends each query
+    row[kDim - 1] = T(0.0f);  // meets the 1 at the end of each query
     if (length > kLoud && is_loud(position, length))
       row[kDim - 1] = T(std::log(static_cast<float>(length) / static_cast<float>(kLoud)) / kScale);
   }
 
-  /// Softmax attention of all tokens by its definition. `left_out`: a position that the first sequence is
-  /// made to forget, for negative controls. Scores stay below 20, so that exp needs no maximum.
+  /// Softmax attention of all tokens, by definition. `left_out` is a position that is omitted from the first
+  /// sequence, for negative controls. Scores stay below 20, so exp needs no maximum.
   MlaOutput<double> reference(std::int64_t left_out = -1) const {
     MlaOutput<double> sums = zeros();
     std::mutex mutex;
@@ -131,17 +133,17 @@ class MlaWorld {
       const double total = sums.lse[i / kValueDim];
       if (total > 0.0) sums.out[i] /= total;
     }
-    for (double& x : sums.lse) x = std::log(x);  // -inf where a query sees no token
+    for (double& x : sums.lse) x = std::log(x);  // -inf if a query sees no token
     return sums;
   }
 
-  /// What differs between `got` and `expected`; empty: nothing. Each row of out may err by `tolerance` times
-  /// its largest expected value, each lse by `lse_tolerance` times the larger of 1 and its value. A query
-  /// that sees nothing gives exactly 0 and -inf.
+  /// Describes the difference between `got` and `expected`; empty if there is none. Each row of out may err
+  /// by `tolerance` times its largest expected value, and each lse by `lse_tolerance` times the larger of 1
+  /// and its value. A query that sees no token must give exactly 0 and -inf.
   std::string problem(const MlaOutput<float>& got, const MlaOutput<double>& expected, double tolerance,
                       double lse_tolerance) const {
     const auto rows = num_tokens() * heads();
-    for (std::int64_t row = 0; row < rows; ++row) {  // where NaN and infinities are
+    for (std::int64_t row = 0; row < rows; ++row) {  // checks where NaN and infinities are
       const double lse = expected.lse[at(row)];
       const float got_lse = got.lse[at(row)];
       if (std::isfinite(lse) ? !std::isfinite(got_lse) : !(double{got_lse} == lse))
@@ -169,18 +171,19 @@ class MlaWorld {
 
  private:
   static constexpr std::int64_t kLoud = 256;
-  static constexpr std::int64_t kMaxTokens = std::int64_t{1} << 21;  // of a sequence
-  static constexpr std::int64_t kNumRandomRows = 64 * kMaxTokens;    // queries come behind them
+  static constexpr std::int64_t kMaxTokens = std::int64_t{1} << 21;  // per sequence
+  static constexpr std::int64_t kNumRandomRows = 64 * kMaxTokens;    // the queries come after them
 
-  /// The first and last tokens of every rank's shard, for chunks of 1, 16 and 64 over up to 8 ranks, and some
-  /// 60 between.
+  /// Whether the token is one of the first and last tokens of any rank's shard, for chunks of 1, 16 and 64
+  /// over up to 8 ranks, or one of about 60 in between.
   static bool is_loud(std::int64_t position, std::int64_t length) {
     const std::int64_t edge = std::min(position, length - 1 - position);
     const bool is_chunk_edge = position % 16 == 0 || position % 16 == 15;
     return edge < 8 || (edge < 512 && is_chunk_edge) || position % (length / 64 + 1) == 7;
   }
 
-  /// `count` (even) values in [-1, 1) with 24 bits: those from `pair` on of an endless row (splitmix64).
+  /// Writes `count` (even) values in [-1, 1) with 24 bits: the values from `pair` on of an endless row
+  /// (splitmix64).
   void fill_random(T* out, std::int64_t count, std::int64_t pair) const {
     for (std::int64_t i = 0; i < count; i += 2, ++pair) {
       std::uint64_t x = (seed_ << 56) + static_cast<std::uint64_t>(pair + 1) * 0x9e3779b97f4a7c15u;
@@ -210,7 +213,7 @@ class MlaWorld {
       if (position > positions_[at(t)]) continue;
       for (std::int64_t r = t * heads(); r < (t + 1) * heads(); ++r) {
         const T* q = q_.data() + r * kDim;
-        std::array<double, 8> dots{};  // side by side, for speed
+        std::array<double, 8> dots{};  // independent sums, for speed
         for (std::size_t i = 0; i < key.size(); i += dots.size())
           for (std::size_t j = 0; j < dots.size(); ++j)
             dots[j] += double{static_cast<float>(q[i + j])} * key[i + j];

@@ -68,7 +68,7 @@ Vector rotate(const Layer& layer, const Vector& x, std::int64_t position) {
   return out;
 }
 
-/// softmax(scores) weighted sum of `values`; `sink` joins the denominator.
+/// The sum of `values` weighted by softmax(scores); `sink` joins the denominator.
 Vector attend(const Layer& layer, Vector scores, const std::vector<Vector>& values, const float* sink) {
   double highest = sink != nullptr ? *sink : -std::numeric_limits<double>::infinity();
   for (double& score : scores) {
@@ -172,7 +172,7 @@ Vector feed_forward(const FeedForward& weights, const Vector& in) {
   return multiply(weights.down, gate, weights.down_bias);
 }
 
-/// Indices of the `count` largest scores, best first; `margin` is lowered to the gap to the next one.
+/// Indices of the `count` largest scores, best first. Lowers `margin` to the gap to the next score.
 std::vector<std::size_t> largest(const Vector& scores, std::int64_t count, double* margin) {
   std::vector<std::size_t> order(scores.size());
   std::iota(order.begin(), order.end(), std::size_t{0});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A transformer layer in double precision, unsharded and by definition: what decode_layer must give.
+// A transformer layer in double precision, unsharded and by definition: the expected result of decode_layer.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace helix::oracle {
 
-/// Row-major f32 numbers as a checkpoint holds them, one row an output feature.
+/// Row-major f32 values as in a checkpoint, one row per output feature.
 struct Matrix {
   std::int64_t rows = 0;
   std::int64_t cols = 0;
@@ -19,7 +19,7 @@ struct Matrix {
   const float* row(std::int64_t r) const { return values.data() + r * cols; }
 };
 
-/// Keys and values of heads that groups of query heads share.
+/// Attention whose keys and values are shared by groups of query heads.
 struct Attention {
   Matrix q, k, v;                 // [heads * D, M]
   Matrix q_bias, k_bias, v_bias;  // [1, heads * D] or empty
@@ -29,7 +29,7 @@ struct Attention {
   std::vector<float> sinks;       // [Hq] or empty
 };
 
-/// DeepSeek's attention, keys and values expanded from the latent.
+/// DeepSeek's attention, with keys and values expanded from the latent.
 struct LatentAttention {
   Matrix q_a, q_a_norm;                // [q_lora, M], [1, q_lora], or empty
   Matrix q_b;                          // [Hq * (nope + rope), q_lora or M]
@@ -38,7 +38,7 @@ struct LatentAttention {
   Matrix k_b;                          // W_UK [Hq * nope, kv_lora]
   Matrix v_b;                          // W_UV [Hq * v, kv_lora]
   Matrix o;                            // [M, Hq * v]
-  Matrix q_a_bias, kv_a_bias, o_bias;  // [1, ...] or empty; without q_a, q_b's
+  Matrix q_a_bias, kv_a_bias, o_bias;  // [1, ...] or empty; without q_a, q_a_bias is q_b's bias
 };
 
 struct FeedForward {
@@ -48,10 +48,10 @@ struct FeedForward {
 
 struct Experts {
   Matrix router;                   // [E, M]
-  std::vector<float> router_bias;  // [E] or empty; selects only
+  std::vector<float> router_bias;  // [E] or empty; only affects the selection
   std::vector<FeedForward> routed;
   std::optional<FeedForward> shared;
-  bool is_sigmoid = false;  // DeepSeek-V3; else V2's softmax
+  bool is_sigmoid = false;  // DeepSeek-V3's sigmoid; otherwise V2's softmax
   std::int64_t top_k = 1;
   std::int64_t num_groups = 1;
   std::int64_t groups_kept = 1;
@@ -59,7 +59,7 @@ struct Experts {
   double scale = 1.0;
 };
 
-/// Everything of one layer. Exactly one of `attention` and `latent`, one of `dense` and `experts`.
+/// All of one layer. Exactly one of `attention` and `latent` is set, and one of `dense` and `experts`.
 struct Layer {
   std::int64_t hidden = 0;
   std::int64_t query_heads = 0;
@@ -82,15 +82,15 @@ struct Layer {
   std::optional<Experts> experts;
 };
 
-/// What attention remembers of one sequence, a row a token: keys after rope of all heads, then values; latent
-/// attention: the normed latent, then the rotated shared key.
+/// The cache of one sequence, one row per token: rotated keys of all heads, then values; for latent attention
+/// the normed latent, then the rotated shared key.
 struct History {
   std::vector<std::vector<double>> rows;
 };
 
 /// The layer's output for `tokens` [n, M], which follow the tokens of `history` and are appended to it.
-/// `routing_margin`, if given, is lowered to the smallest gap between a chosen and a rejected expert or
-/// group: below the precision of the code under test, another choice would be right too.
+/// Lowers `routing_margin`, if given, to the smallest gap between a chosen and a rejected expert or group. If
+/// this gap is below the precision of the code under test, another choice is correct too.
 std::vector<double> run_layer(const Layer& layer, History& history, std::span<const float> tokens,
                               double* routing_margin = nullptr);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programs run as a user runs them, and the files that they read and write.
+// Runs programs as a user does, with the files that they read and write.
 #pragma once
 
 #include <array>
@@ -23,18 +23,18 @@
 namespace helix::test {
 
 struct Run {
-  int exit_code = -1;  ///< 128 + the signal that ended it
-  std::string output;  ///< standard output and error together
+  int exit_code = -1;  ///< 128 + the signal that ended the process
+  std::string output;  ///< standard output and standard error together
 };
 
-/// `text` with `by` for each `what`.
+/// `text` with each `what` replaced by `by`.
 inline std::string replaced(std::string text, const std::string& what, const std::string& by) {
   for (std::size_t at = 0; (at = text.find(what, at)) != std::string::npos; at += by.size())
     text.replace(at, what.size(), by);
   return text;
 }
 
-/// A shell's command as it was written without a thought of spaces in the paths of this project's folders.
+/// A shell command that was written without regard to spaces in this project's paths, made safe for them.
 inline std::string with_safe_paths(std::string command) {
   for (const std::string folder : {HELIX_TEST_BINARY_DIR, HELIX_TEST_SOURCE_DIR}) {
     std::string safe;
@@ -49,7 +49,8 @@ inline std::string with_safe_paths(std::string command) {
   return command;
 }
 
-/// Runs `command`, a program with its arguments, through a shell; killed after `seconds`, with exit code 124.
+/// Runs `command`, a program with its arguments, through a shell. It is killed after `seconds`, with exit
+/// code 124.
 inline Run run_command(const std::string& command, int seconds = 120) {
   const std::string limited =
       "timeout -k 5 " + std::to_string(seconds) + " " + with_safe_paths(command) + " 2>&1 < /dev/null";
@@ -64,14 +65,14 @@ inline Run run_command(const std::string& command, int seconds = 120) {
   return run;
 }
 
-/// Arguments of a program, and words of the one line that must follow.
+/// Arguments of a program, and the words that its one-line error must contain.
 struct BadInput {
   std::string arguments;
   std::vector<std::string> words;
 };
 
-/// Checks that `program`, which calls itself `name`, ends with 1 for each, and with one error at the end of
-/// its output that has the words.
+/// Checks that `program`, which calls itself `name`, exits with 1 for each input, with one error line at the
+/// end of its output that contains the words.
 inline void check_refused(const std::string& program, const std::string& name,
                           const std::vector<BadInput>& cases) {
   for (const BadInput& bad : cases) {
@@ -87,7 +88,7 @@ inline void check_refused(const std::string& program, const std::string& name,
   }
 }
 
-/// A directory that goes away with the test.
+/// A directory that is deleted at the end of the test.
 class ScratchDirectory {
  public:
   ScratchDirectory() {
@@ -101,7 +102,7 @@ class ScratchDirectory {
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
   const std::filesystem::path& path() const { return path_; }
 
-  /// Returns the file's path.
+  /// Writes a file and returns its path.
   std::string write(const std::string& name, std::string_view text) const {
     std::ofstream(path_ / name, std::ios::binary) << text;
     return (path_ / name).string();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A random layer for the oracle, its shape and its numbers that are not weights.
+// A random layer for the oracle, with its shape and its constants.
 #pragma once
 
 #include <cmath>
@@ -32,7 +32,7 @@ struct LayerSpec {
   std::int64_t rotary_dim = 16;
   double magnitude = 1.0;
 
-  bool is_mla = false;  // then head_dim is kv_lora + rope
+  bool is_mla = false;  // head_dim is then kv_lora + rope
   std::int64_t q_lora = 24;
   std::int64_t kv_lora = 16;
   std::int64_t nope = 8;
@@ -49,7 +49,7 @@ struct LayerSpec {
   bool normalize = false;
   double routed_scale = 1.0;
 
-  /// The experts of DeepSeek-V3, or else V2, in small.
+  /// Adds small versions of the experts of DeepSeek-V3, or of V2.
   void add_deepseek_experts(bool is_v3) {
     experts = 8;
     shared_ffn = 24;
@@ -61,7 +61,7 @@ struct LayerSpec {
     routed_scale = is_v3 ? 2.5 : 1.0;
   }
 
-  /// Latent attention and experts, as those models have both.
+  /// Latent attention with experts, as in these models.
   static LayerSpec deepseek(bool is_v3) {
     LayerSpec spec;
     spec.is_mla = true;
@@ -71,7 +71,7 @@ struct LayerSpec {
   }
 };
 
-/// Random weights, exact in bf16 too, so that narrower copies hold the same numbers.
+/// Random weights that are exact in bf16, so that narrower copies hold the same values.
 class RandomMatrices {
  public:
   explicit RandomMatrices(std::uint32_t seed) : generator_(seed) {}
@@ -84,7 +84,7 @@ class RandomMatrices {
     return m;
   }
 
-  /// Keeps the size of what it multiplies: spread 1 / sqrt(cols).
+  /// A projection that keeps the magnitude of its input: spread 1 / sqrt(cols).
   oracle::Matrix projection(std::int64_t rows, std::int64_t cols) {
     return (*this)(rows, cols, 1.0 / std::sqrt(static_cast<double>(cols)));
   }
@@ -231,7 +231,7 @@ inline ModelShape shape_of(const oracle::Layer& layer) {
   return shape;
 }
 
-/// The numbers that are not weights; `inverse_frequency` is the device's copy.
+/// The constants that are not weights; `inverse_frequency` is the device's copy.
 inline LayerConfig config_of(const oracle::Layer& layer, const float* inverse_frequency) {
   LayerConfig config;
   config.norm_epsilon = static_cast<float>(layer.norm_epsilon);

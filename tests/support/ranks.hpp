@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a test body on N rank threads, collects what each rank threw, and gives up after a bound instead of
-// hanging.
+// Runs a test body on N rank threads, collects the exceptions of all ranks, and gives up after a time limit
+// instead of hanging.
 #pragma once
 
 #include <chrono>
@@ -20,12 +20,12 @@
 
 namespace helix::test {
 
-/// What became of each rank. Catch's assertions are not for threads: rank bodies throw, the test's thread
-/// asserts.
+/// The outcome of each rank. Catch's assertions are not thread-safe, so rank bodies throw and the test's
+/// thread asserts.
 struct RankOutcomes {
-  std::vector<std::exception_ptr> failures;  ///< null: the rank finished
+  std::vector<std::exception_ptr> failures;  ///< null if the rank finished
 
-  /// The message of `rank`, empty if it finished.
+  /// The message of `rank`; empty if it finished.
   std::string message(int rank) const {
     const std::exception_ptr& failure = failures.at(static_cast<std::size_t>(rank));
     if (!failure) return "";
@@ -38,7 +38,7 @@ struct RankOutcomes {
     }
   }
 
-  /// The code of the helix::Error that `rank` threw; none if it finished or threw something else.
+  /// The code of the helix::Error that `rank` threw; nullopt if it finished or threw something else.
   std::optional<ErrorCode> code(int rank) const {
     const std::exception_ptr& failure = failures.at(static_cast<std::size_t>(rank));
     if (!failure) return std::nullopt;
@@ -51,7 +51,7 @@ struct RankOutcomes {
     }
   }
 
-  /// One line a failed rank; empty if all finished.
+  /// One line per failed rank; empty if all finished.
   std::string all_messages() const {
     std::string text;
     for (std::size_t rank = 0; rank < failures.size(); ++rank) {
@@ -63,8 +63,8 @@ struct RankOutcomes {
   }
 };
 
-/// Calls body(comm) on a thread for each handle. A rank that throws aborts its group, as a real rank would,
-/// so that the others are woken. After `bound` the stuck ranks are aborted; if even that does not end them,
+/// Calls body(comm) on one thread for each handle. A rank that throws aborts its group, as a real rank would,
+/// which wakes the others. After `bound` the remaining ranks are aborted. If that does not end them either,
 /// the process prints their numbers and dies, because their stacks refer to the test's data.
 template <class Comm, class Body>
 RankOutcomes run_ranks(std::vector<Comm> comms, Body body,
@@ -123,7 +123,7 @@ RankOutcomes run_ranks(int size, Body body, std::chrono::milliseconds bound = st
   return run_ranks(cpu::LocalComm::create_group(size), std::move(body), bound);
 }
 
-/// As run_ranks, for bodies that must not fail: throws with every rank's message.
+/// Like run_ranks(), for bodies that must not fail: throws with every rank's message.
 template <class Comm, class Body>
 void run_ranks_or_throw(std::vector<Comm> comms, Body body,
                         std::chrono::milliseconds bound = std::chrono::seconds(60)) {

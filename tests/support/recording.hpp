@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recording: the calls of one rank in order, and a communicator that writes its own down.
+// Recording: the calls of one rank in order, and a communicator that records its calls.
 #pragma once
 
 #include <cstddef>
@@ -16,18 +16,19 @@
 
 namespace helix::test {
 
-/// One call. `stream` and `event` number what create_stream() and create_event() gave; -1: none.
+/// One call. `stream` and `event` are the numbers of objects from create_stream() and create_event(); -1:
+/// none.
 struct Call {
   std::string name;
   int stream = -1;
   int event = -1;
   std::int64_t begin = 0;  ///< partial_attention: first token
-  std::int64_t count = 0;  ///< tokens, rows, elements or bytes: what the call is about
+  std::int64_t count = 0;  ///< the call's tokens, rows, elements or bytes
 
   friend bool operator==(const Call&, const Call&) = default;
 };
 
-/// The calls of one rank. Shared by the copies of a backend and its communicators.
+/// The calls of one rank. Copies of a backend and its communicators share it.
 class Recording {
  public:
   void add(std::string_view name, int stream, std::int64_t count = 0, int event = -1,
@@ -53,7 +54,7 @@ class Recording {
   int events_ = 0;
 };
 
-/// Whether calls[earlier] is certain to finish before calls[later] starts, by stream order and events alone.
+/// Whether stream order and events alone guarantee that calls[earlier] finishes before calls[later] starts.
 inline bool happens_before(std::span<const Call> calls, std::size_t earlier, std::size_t later) {
   std::vector<bool> reached(calls.size(), false);
   reached[earlier] = true;
@@ -62,7 +63,7 @@ inline bool happens_before(std::span<const Call> calls, std::size_t earlier, std
       if (reached[j] && calls[j].stream == calls[i].stream && calls[i].stream >= 0) reached[i] = true;
     }
     if (calls[i].name != "wait") continue;
-    for (std::size_t j = i; j-- > 0;) {  // the record that precedes the wait
+    for (std::size_t j = i; j-- > 0;) {  // the last record before the wait
       if (calls[j].name != "record" || calls[j].event != calls[i].event) continue;
       if (reached[j]) reached[i] = true;
       break;
@@ -71,7 +72,7 @@ inline bool happens_before(std::span<const Call> calls, std::size_t earlier, std
   return reached[later];
 }
 
-/// A stream with its number.
+/// A stream and its number.
 struct RecordedStream {
   cpu::Stream inner;
   int id = -1;

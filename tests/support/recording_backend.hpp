@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RecordingBackend: cpu::Backend that also writes down every call, in order, with its stream.
+// RecordingBackend: a cpu::Backend that also records every call, in order, with its stream.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace helix::test {
 
-/// A second model of Backend. Results are those of cpu::Backend.
+/// A second model of Backend. Its results are those of cpu::Backend.
 class RecordingBackend {
  public:
   using Comm = RecordingComm;

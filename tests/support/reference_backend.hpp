@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ReferenceBackend: the operations of the contract's reference as a backend of its own.
+// ReferenceBackend: a backend made of the operations of the contract's reference.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@ namespace helix::test {
 
 namespace reference = contract::reference;
 
-/// A third model of Backend: the streams, events and memory of the CPU, the operations above. One rank of a
-/// group of threads, or alone.
+/// A third model of Backend: streams, events and memory of the CPU, with the operations above. It is one rank
+/// of a group of threads, or a single rank.
 class ReferenceBackend {
  public:
   using Comm = cpu::LocalComm;

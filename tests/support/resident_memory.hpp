@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ResidentMemory: what of this process lies in memory, as Linux tells it.
+// ResidentMemory: the resident memory of this process, as reported by Linux.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 
 namespace helix::test {
 
-/// In bytes.
+/// Sizes in bytes.
 struct ResidentMemory {
-  std::int64_t files = 0;  ///< Pages of mapped files, and shared ones.
+  std::int64_t files = 0;  ///< Pages of mapped files, and shared pages.
   std::int64_t own = 0;
 
   std::int64_t all() const { return files + own; }
 
-  /// Nullopt where the system does not tell.
+  /// Nullopt if the system does not report it.
   static std::optional<ResidentMemory> if_told() {
     std::ifstream statm("/proc/self/statm");
     std::int64_t size = 0;
@@ -27,7 +27,7 @@ struct ResidentMemory {
     const std::int64_t page = ::sysconf(_SC_PAGESIZE);
     return ResidentMemory{shared * page, (resident - shared) * page};
   }
-  /// Zeros where the system does not tell.
+  /// Zeros if the system does not report it.
   static ResidentMemory now() { return if_told().value_or(ResidentMemory{}); }
 };
 

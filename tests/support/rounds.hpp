@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How often tests of random operations repeat themselves, each time with other seeds.
+// How often tests of random operations repeat themselves with other seeds.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace helix::test {
 
-/// HELIX_TEST_ROUNDS of the environment; 1 without it.
+/// The environment variable HELIX_TEST_ROUNDS; 1 if it is unset.
 inline std::uint32_t num_rounds() {
   const char* const rounds = std::getenv("HELIX_TEST_ROUNDS");
   return rounds == nullptr ? 1 : static_cast<std::uint32_t>(std::stoul(rounds));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which sanitizer the tests are built with.
+// The sanitizer with which the tests are built.
 #pragma once
 
 namespace helix::test {
@@ -22,7 +22,7 @@ inline constexpr bool kHasAddressSanitizer = true;
 inline constexpr bool kHasAddressSanitizer = false;
 #endif
 
-/// Instrumented code is an order of magnitude slower.
+/// Whether a sanitizer makes the code an order of magnitude slower.
 inline constexpr bool kIsSanitized = kHasThreadSanitizer || kHasAddressSanitizer;
 
 #undef HELIX_TEST_FEATURE

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step over sequences whose tokens lie in an engine's pool, of which every element is known.
+// A step over sequences whose tokens are stored in an engine's pool, with all elements known.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,15 @@
 
 namespace helix::test {
 
-/// An id that no pool has, where no id must be read.
+/// A page id that no pool has, for entries that must not be read.
 inline constexpr std::int32_t kUnusedPage = 0x7ffffff0;
 
 struct Sequence {
   std::int64_t length;
-  std::int64_t queries;  // the last tokens
+  std::int64_t queries;  // query tokens, which are the last ones
 };
 
-/// What a test asks of a layout.
+/// What a test requires of a layout.
 struct Case {
   DType dtype = DType::f32;
   std::int64_t query_heads = 4;
@@ -36,7 +36,8 @@ struct Case {
   std::int64_t kvp = 1;
   std::int64_t chunk = 1;
   bool is_csr = false;
-  bool is_nearly_in_order = false;  // pages 0, 2, 1, 3, 4, 6, 5, 7, ...: four end where a run of them would
+  // Pages 0, 2, 1, 3, 4, 6, 5, 7, ...: each group of four ends where a consecutive run would end.
+  bool is_nearly_in_order = false;
   std::vector<Sequence> sequences = {{70, 1}, {33, 4}, {1, 1}, {90, 20}};
 };
 
@@ -97,21 +98,21 @@ class StoredStep {
   const float* query(std::int64_t t, std::int64_t head) const {
     return &q_[at((t * case_.query_heads + head) * case_.d)];
   }
-  /// The key of a token as read back, and its value behind it.
+  /// The key of a token as read back, followed by its value.
   const double* key(std::size_t b, std::int64_t token, std::int64_t head) const {
     return &rows_[b][at((token * heads_ + head) * (case_.d + dv_))];
   }
 
-  /// The value that column `i` of a key (a latent row) or value row has before it is stored.
+  /// The value of column `i` of a key (or latent row) or value row before it is stored.
   float given(std::size_t b, std::int64_t token, std::int64_t head, bool is_value, std::int64_t i) const {
-    if (layout_.is_latent) is_value = false;  // a prefix of the key
+    if (layout_.is_latent) is_value = false;  // a value is a prefix of the key
     const auto mixed =
         static_cast<std::uint32_t>(((at(token) * 5 + b) * 3 + at(head)) * 2 + at(is_value)) * 2654435761u +
         static_cast<std::uint32_t>(i) * 40503u * 65537u;
     return static_cast<float>((mixed ^ mixed >> 15) % 2001u) * 1e-3f - 1.0f;
   }
 
-  /// That value as stored and read back: nearest(value / scale) * scale.
+  /// The same value after storing and reading back: nearest(value / scale) * scale.
   double stored(std::size_t b, std::int64_t token, std::int64_t head, bool is_value, std::int64_t i) const {
     const float scale = is_value ? v_scale_[at(head)] : k_scale_[at(head)];
     return dispatch(case_.dtype, [&]<class T>(T*) {
@@ -120,7 +121,7 @@ class StoredStep {
     });
   }
 
-  /// Calls visit(place of the element, value as the pool's type holds it) for each element of an owned token.
+  /// Calls visit(place, value) for each element of an owned token; the value is as the pool's type holds it.
   template <class T, class Visit>
   void for_each_element(std::size_t b, std::int64_t token, Visit&& visit) const {
     const std::int64_t local = split_.local(token);
@@ -140,7 +141,7 @@ class StoredStep {
     }
   }
 
-  /// Stores every owned token by the test's own arithmetic.
+  /// Stores every owned token with the test's own arithmetic.
   void fill() {
     dispatch(case_.dtype, [&]<class T>(T*) {
       for (std::size_t b = 0; b < num_sequences(); ++b)
@@ -152,7 +153,8 @@ class StoredStep {
     });
   }
 
-  /// That the pool holds the owned ones of `held` tokens of each sequence, and NaN everywhere else.
+  /// Checks that the pool holds the owned tokens among the `held` tokens of each sequence, and NaN everywhere
+  /// else.
   template <class Held>
   void check_pool(const Held& held) const {
     dispatch(case_.dtype, [&]<class T>(T*) {
@@ -187,7 +189,7 @@ class StoredStep {
     return pages;
   }
 
-  /// Random pages: rows of a table with room to spare, or a CSR list without.
+  /// Assigns random pages: rows of a table with spare entries, or a CSR list without.
   void assign_pages(std::mt19937& random) {
     std::vector<std::int32_t> free(at(needed_pages() + 2));
     std::iota(free.begin(), free.end(), 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// worse: the largest of several errors, which a result that is no number does not hide from.
+// worse(): the larger of two errors, without ignoring NaN.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace helix::test {
 
-/// The larger of two errors; infinity if `error` is NaN, which std::max would leave out.
+/// The larger of two errors; infinity if `error` is NaN, which std::max would ignore.
 inline double worse(double worst, double error) {
   return std::isnan(error) ? HUGE_VAL : std::max(worst, error);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compiles and links against helix::cuda alone, which must bring helix::core, the CUDA runtime, cuBLASLt and
-// NCCL along; and starts without a GPU or a driver.
+// NCCL. The program must start without a GPU or a driver.
 #include <cstdio>
 
 #include <helix/backend.hpp>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles and links against helix::mpi alone, which must bring helix::cpu and MPI along.
+// Compiles and links against helix::mpi alone, which must bring helix::cpu and MPI.
 #include <helix/backend.hpp>
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/topology.hpp>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles with every header of the core, links nothing, and catches what the core throws.
+// Compiles with every header of the core, links no library, and catches exceptions of the core.
 #include <cstdio>
 
 #include <helix/helix.hpp>

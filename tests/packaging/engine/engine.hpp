@@ -5,13 +5,13 @@
 
 namespace engine {
 
-/// Throws a helix::Error that was made in this library.
+/// Throws a helix::Error that is created in this library.
 HELIX_API void fail_here();
 
-/// Throws a helix::Error that was made inside helix::cpu.
+/// Throws a helix::Error that is created inside helix::cpu.
 HELIX_API void fail_in_helix();
 
-/// Calls `act`; whether it threw a helix::Error.
+/// Calls `act` and returns whether it threw a helix::Error.
 HELIX_API bool catches(void (*act)());
 
 }  // namespace engine

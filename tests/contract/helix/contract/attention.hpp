@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over the KV cache, in every layout, against its definition in double.
+// Attention over the KV cache in every layout, compared with its definition in double.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace helix::contract {
 
-/// One partial_attention of a ragged step, or of sequences [begin, begin + count) of it.
+/// One partial_attention of a ragged step, or of its sequences [begin, begin + count).
 template <TestableBackend B>
 void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<std::int64_t>& counts,
                      std::int64_t group, std::int64_t window, float soft_cap, std::int64_t begin,
@@ -24,12 +24,13 @@ void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<st
   const std::int64_t tokens = step.num_tokens();
   const std::int64_t heads = spec.heads * group;
   const auto q = bench.random(tokens * heads * (spec.head_dim + 2), 1.5);
-  // A whole step's results go to the slot that the count of exchanges names, a slice's to the first.
+  // The results of a whole step go to the slot given by the count of exchanges; the results of a slice go to
+  // the first slot.
   const std::int64_t slot_floats = tokens * heads * spec.value_dim;
   const auto out = bench.poison(2 * slot_floats);
   const auto lse = bench.poison(slot_floats + tokens * heads);
   const auto ended = bench.array(std::vector<std::uint64_t>{static_cast<std::uint64_t>(spec.kvp_rank) + 6});
-  // Slices leave their results, and headers, where the first row is their first token's.
+  // A slice leaves its results and headers as if its first token were row 0.
   const Batch part = batch.on(bench.host_side()).slice(begin, count);
   const std::int64_t first_out_token = begin > 0 ? part.first_token() : 0;
   const auto headers = bench.array(std::vector<std::byte>(3 * 24, std::byte{7}));
@@ -95,7 +96,7 @@ void partial_attention() {
       }
     }
   }
-  for (const bool is_foreign : {false, true}) {  // rows that bring scales
+  for (const bool is_foreign : {false, true}) {  // rows that contain scales
     typename KvBench<B>::Spec mixed;
     mixed.dtype = DType::fp8_ds_mla;
     mixed.is_mla = true;
@@ -112,7 +113,7 @@ void partial_attention() {
     check_attention<B>(mixed, {11, 1, 33, 2}, 5, 7, 1.5f, 0, 4);
     check_attention<B>(mixed, {2, 1, 9, 2}, 20, 0, 0.0f, 1, 2);
   }
-  typename KvBench<B>::Spec spec;  // a long sequence, where implementations split the keys
+  typename KvBench<B>::Spec spec;  // a long sequence, whose keys implementations split
   spec.heads = 1;
   spec.head_dim = spec.value_dim = 32;
   spec.page_tokens = 16;

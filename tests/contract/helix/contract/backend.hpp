@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every backend owes: each operation against its definition in double, at edge sizes, touching nothing
-// else. An engine runs these functions on its own backend, each from a Catch2 test case.
+// The contract of every backend: each operation is compared with its definition in double, at edge sizes, and
+// must not touch anything else. An engine runs these functions on its own backend, each from a Catch2 test
+// case.
 #pragma once
 
 #include <helix/contract/attention.hpp>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every communicator over host memory owes, as bodies that each rank of a group runs. They throw where
-// it fails.
+// The contract of every communicator over host memory, as functions that each rank of a group runs. A
+// violation throws.
 #pragma once
 
 #include <array>
@@ -20,7 +20,8 @@
 
 namespace helix::contract {
 
-/// Arguments that one rank can judge alone are refused by the call itself, and the group goes on.
+/// Errors in arguments that one rank can detect alone are thrown by the call itself, and the group remains
+/// usable.
 template <class Comm>
 void refusal_contract(Comm& comm) {
   typename Comm::Stream stream;
@@ -68,7 +69,7 @@ struct ContractRow {
   std::function<void(Comm&)> body;
 };
 
-/// Every row of the contract, to be run on all ranks of a group, in this order.
+/// All parts of the contract, to be run on all ranks of a group in this order.
 template <comm::CollectiveComm Comm>
 std::vector<ContractRow<Comm>> communicator_contract() {
   return {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing, checking and combining partial attention against their definitions in double.
+// Packing, checking and combining partial attention, compared with their definitions in double.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace helix::contract {
 inline constexpr std::array kConventions{LseConvention::natural, LseConvention::natural_positive_inf_if_empty,
                                          LseConvention::base2};
 
-/// What a convention reports for no tokens.
+/// The value that a convention reports for no tokens.
 constexpr float none_of(LseConvention convention) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   return convention == LseConvention::natural_positive_inf_if_empty ? kInfinity : -kInfinity;
@@ -36,7 +36,7 @@ void pack_partial_and_stamp() {
           const std::int64_t all_heads = kvp * heads;
           const auto out = bench.random(tokens * all_heads * (width + 3));
           const LseConvention convention = kConventions[static_cast<std::size_t>(kvp / 2)];
-          std::vector<float> lse_values;  // powers of two, whose conversion rounds alike everywhere
+          std::vector<float> lse_values;  // powers of two, whose conversion rounds equally everywhere
           for (std::int64_t i = 0; i < tokens * all_heads; ++i)
             lse_values.push_back(i % 4 == 3 ? none_of(convention)
                                             : static_cast<float>(std::int64_t{1} << i % 5));
@@ -44,7 +44,7 @@ void pack_partial_and_stamp() {
           const auto exchanges = bench.array(std::vector<std::uint64_t>{41});
           const auto ended = bench.array(std::vector<std::uint64_t>{41});
           const auto positions = bench.array(std::vector<std::int64_t>{100, -1, 7});
-          // A block a head: header, lse, outputs, and some that nobody writes.
+          // One block per head: header, lse, outputs, and some unused words.
           const std::int64_t block = 4 + tokens + tokens * width + 8;
           const std::int64_t slot_bytes = all_heads * block * 4;
           const auto messages =
@@ -66,7 +66,7 @@ void pack_partial_and_stamp() {
                 if (kvp != 2) args.target.headers.positions = side(positions);
                 args.target.headers.count = kvp;
                 args.target.headers.message_bytes = heads * block * 4;
-                if (kvp == 5) args.target.slot = {side(ended), slot_bytes};  // the second
+                if (kvp == 5) args.target.slot = {side(ended), slot_bytes};  // the second slot
                 return args;
               }));
         }
@@ -86,7 +86,7 @@ void pack_partial_and_stamp() {
   }
 }
 
-/// Three messages of which peer `wrong` carries a field off by one; 3: none. Field 3 is a token's position.
+/// Three messages. Message `wrong` has one field off by one; 3 means none has. Field 3 is a token's position.
 template <TestableBackend B>
 void run_check_exchange(int wrong, int field) {
   Workbench<B> bench;
@@ -115,14 +115,14 @@ void run_check_exchange(int wrong, int field) {
     } catch (const Error& error) {
       return error.code();
     }
-    return ErrorCode::internal;  // stands for none
+    return ErrorCode::internal;  // stands for no error
   };
   if (wrong == 3) {
     CHECK(code() == ErrorCode::internal);
     return;
   }
   CHECK(code() == ErrorCode::out_of_step);
-  // Sticky: whatever is queued next, the failure stays visible.
+  // The failure is sticky: it stays visible whatever is queued next.
   bench.backend().fill_zero(side(messages), 16, bench.stream());
   CHECK(code() == ErrorCode::out_of_step);
 }
@@ -152,7 +152,7 @@ void lse_combine() {
               auto out_values = bench.random_values(ranks * tokens * heads * width);
               auto lse_values = bench.random_values(ranks * tokens * heads, 30.0);
               for (std::size_t i = 0; i < lse_values.size(); ++i) {
-                // Every second token: no rank but the last sees anything; token 3: none at all.
+                // For every second token only the last rank has visible tokens; for token 3 no rank has.
                 const auto token = static_cast<std::int64_t>(i) / heads % tokens;
                 const auto rank = static_cast<std::int64_t>(i) / (heads * tokens);
                 if ((token % 2 == 0 || rank == ranks - 1) && token != 3) continue;
@@ -183,11 +183,12 @@ void lse_combine() {
   }
 }
 
-/// What both do alone: the combine of partials inside messages, and the check of their headers.
+/// The two operations of an exchange separately: the combine of partials inside messages, and the check of
+/// their headers.
 template <TestableBackend B>
 void combine_exchange() {
   constexpr std::int64_t kPeers = 3, kTokens = 2, kHeads = 3, kWidth = 16;
-  constexpr std::int64_t kBlock = 4 + 4 + kTokens * kWidth;  // floats of a head
+  constexpr std::int64_t kBlock = 4 + 4 + kTokens * kWidth;  // floats per head
   for (const std::int64_t wrong : {-1, 0, 2}) {
     CAPTURE(wrong);
     Workbench<B> bench;

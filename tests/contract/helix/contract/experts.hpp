@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Routing and experts against their definitions in double.
+// Routing and experts, compared with their definitions in double.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace helix::contract {
 
-/// Values that are not finite choose alike everywhere: NaN counts as -inf, ties go to the smaller id, and no
+/// Non-finite values give the same choice everywhere: NaN counts as -inf, ties go to the smaller id, and no
 /// expert is chosen twice.
 template <TestableBackend B>
 void route_not_finite() {
@@ -103,7 +103,7 @@ void router_logits() {
   }
 }
 
-/// Scores that lie closer than 16 bits tell apart are told apart: the larger logit wins, not the smaller id.
+/// Scores that are too close for 16 bits are still distinguished: the larger logit wins, not the smaller id.
 template <TestableBackend B>
 void route_near_ties() {
   Workbench<B> bench;
@@ -129,7 +129,7 @@ void expert_ffn() {
           constexpr std::int64_t kTopK = 3;
           Workbench<B> bench;
           const std::int64_t num_local = first == 6 ? 1 : 2;
-          std::vector<std::int32_t> chosen;  // of 8 experts; some tokens choose none of this rank's
+          std::vector<std::int32_t> chosen;  // of 8 experts; some tokens choose none of this rank's experts
           for (std::int64_t t = 0; t < tokens; ++t)
             for (std::int64_t k = 0; k < kTopK; ++k)
               chosen.push_back(static_cast<std::int32_t>((t * 5 + k * 3) % 8));

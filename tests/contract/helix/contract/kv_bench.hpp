@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A cache under test on one KVP rank, with steps over its sequences.
+// A cache under test on one KVP rank, and steps over its sequences.
 #pragma once
 
 #include <algorithm>
@@ -14,15 +14,16 @@
 
 namespace helix::contract {
 
-/// A cache of several sequences on one KVP rank. Page ids are scattered; entries that no token needs, and
-/// page 0, lead to NaN.
+/// A cache of several sequences on one KVP rank. Page ids are scattered; unneeded entries, and page 0, lead
+/// to NaN.
 template <TestableBackend B>
 class KvBench : public Workbench<B> {
  public:
   struct Spec {
     DType dtype = DType::f32;
     bool is_mla = false;
-    bool is_foreign = false;  // token-major pools of K and V, or of latents and rope, and page lists as CSR
+    // Token-major pools of K and V, or of latents and rope, with page lists as CSR.
+    bool is_foreign = false;
     std::int64_t heads = 2;
     std::int64_t head_dim = 8;
     std::int64_t value_dim = 8;
@@ -30,10 +31,10 @@ class KvBench : public Workbench<B> {
     std::int64_t kvp = 1;
     std::int64_t kvp_rank = 0;
     std::int64_t chunk = 1;
-    std::vector<std::int64_t> lengths;  // of each sequence, global, the new tokens included
+    std::vector<std::int64_t> lengths;  // global length of each sequence, including the new tokens
     bool is_scaled = false;
-    bool is_filled = true;     // else every row is NaN until stored
-    bool is_computed = false;  // f32 rows that are stored may differ by rounding
+    bool is_filled = true;     // otherwise every row is NaN until it is stored
+    bool is_computed = false;  // stored f32 rows may differ by rounding
   };
 
   explicit KvBench(const Spec& spec) : spec_(spec), layout_(spec.kvp, spec.chunk) {
@@ -49,7 +50,7 @@ class KvBench : public Workbench<B> {
     view_.num_pages = used_pages + 1;
     const auto sequences = static_cast<std::int64_t>(spec.lengths.size());
     std::vector<std::int32_t> table(static_cast<std::size_t>(sequences * view_.max_pages), 0);
-    auto next = static_cast<std::int32_t>(used_pages);  // from the last page down
+    auto next = static_cast<std::int32_t>(used_pages);  // counts down from the last page
     const KvFormat& format = view_.format;
     const auto pool_elements = [&](const KvStrides& strides) { return view_.num_pages * strides.page; };
     std::vector<std::byte> k_pool = poisoned(pool_elements(format.k));
@@ -159,7 +160,7 @@ class KvBench : public Workbench<B> {
   KvLayout layout_;
   KvView view_;
   Array<std::byte> k_pool_;
-  Array<std::byte> v_pool_;  // foreign only: V, or the rope parts of latents
+  Array<std::byte> v_pool_;  // foreign only: V, or the rope part of latents
   Array<std::int32_t> begins_;
   Array<std::int32_t> table_;
   Array<float> scales_;
@@ -181,7 +182,7 @@ struct RaggedStep {
   std::int64_t num_tokens() const { return offsets.back(); }
 };
 
-/// The arrays of a step, and the batch on either side.
+/// The arrays of a step, and its batch on either side.
 template <TestableBackend B>
 struct StepArrays {
   Array<std::int32_t> offsets;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens into the KV cache and back, in every layout, against their definitions in double.
+// Tokens stored in the KV cache and read back, in every layout, compared with their definitions in double.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace helix::contract {
 
-/// Rows of DType::fp8_ds_mla of more than one scale, the last of fewer columns.
+/// Rows of DType::fp8_ds_mla with more than one scale, the last of which has fewer columns.
 template <class Spec>
 void set_mixed_sizes(Spec& spec) {
   if (spec.dtype != DType::fp8_ds_mla) return;
@@ -45,7 +45,7 @@ void append_kv() {
             spec.is_scaled = dtype == DType::fp8_e4m3;
             KvBench<B> bench(spec);
             RaggedStep step(lengths, {9, 4, 1, 0});
-            step.positions[2] = -1;  // padding is dropped
+            step.positions[2] = -1;  // padding must be dropped
             const StepArrays<B> batch(bench, step);
             const std::int64_t tokens = step.num_tokens();
             const auto k = bench.random(tokens * (spec.heads * spec.head_dim + 2));
@@ -120,7 +120,7 @@ void write_and_read_kv() {
   }
 }
 
-/// Of backends that bring it.
+/// Only for backends that have this operation.
 template <TestableBackend B>
 requires LatentReader<B>
 void read_latents() {
@@ -164,7 +164,7 @@ void read_latents() {
   }
 }
 
-/// A cache of one of two ranks, whose rows a step computes.
+/// The cache of one of two ranks, whose rows are computed by a step.
 template <TestableBackend B>
 typename KvBench<B>::Spec computed_spec() {
   typename KvBench<B>::Spec spec;
@@ -176,8 +176,8 @@ typename KvBench<B>::Spec computed_spec() {
   return spec;
 }
 
-/// Norm of latents, rope on them and on their queries, and append, as one operation or as four: rows of any
-/// width, and those that vectors divide.
+/// Norm of latents, rope on them and on their queries, and append, as one operation or as four. Rows of any
+/// width, and of widths that vectors divide.
 template <TestableBackend B>
 void prepare_latent() {
   for (const bool is_foreign : {false, true}) {
@@ -233,7 +233,7 @@ void prepare_latent() {
   }
 }
 
-/// Norm of q and k, rope and append, as one operation or as three, and with the product ahead of them.
+/// Norm of q and k, rope and append, as one operation or as three, and with the product before them.
 template <TestableBackend B>
 void prepare_qkv() {
   for (const bool has_norm : {false, true}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms, products, rope and activations against their definitions in double.
+// Norms, products, rope and activations, compared with their definitions in double.
 #pragma once
 
 #include <cstdint>
@@ -142,7 +142,8 @@ void rope() {
             frequencies.push_back(static_cast<float>(
                 std::pow(1e4, -2.0 * static_cast<double>(i) / static_cast<double>(rotary))));
           const auto inverse_frequency = bench.array(frequencies);
-          // An angle of 5000 radians is known to 3e-4 in f32: whoever computes it so is not wrong.
+          // f32 represents an angle of 5000 radians to 3e-4, so an f32 computation with this error is not
+          // wrong.
           HELIX_CHECK_OPERATION(
               bench, rope, ([&](const auto& side) {
                 const TensorView<float, 3> x(side(in), {tokens, heads, width}, {row, width, 1});
@@ -156,7 +157,7 @@ void rope() {
       }
     }
   }
-  for (const std::int64_t heads : {1, 5, 40}) {  // one row into each head, without positions
+  for (const std::int64_t heads : {1, 5, 40}) {  // one row into each head, no positions
     CAPTURE(heads);
     Workbench<B> bench;
     const auto in = bench.random(3 * 8);
@@ -184,7 +185,7 @@ void swiglu() {
           }));
     }
   }
-  Workbench<B> bench;  // no overflow far from zero
+  Workbench<B> bench;  // no overflow for large inputs
   const auto gate_up = bench.array(std::vector<float>{-200.0f, 200.0f, 3.0f, 2.0f});
   const auto out = bench.poison(2);
   HELIX_CHECK_OPERATION(bench, swiglu, ([&](const auto& side) {
@@ -192,8 +193,8 @@ void swiglu() {
                         }));
 }
 
-/// The sum over one rank, the residual and the norm: what reduce_norm() leaves, whether the backend brings it
-/// or not.
+/// The sum over one rank, the residual and the norm: the result of reduce_norm(), whether or not the backend
+/// has this operation.
 template <TestableBackend B>
 void reduce_norm() {
   for (const std::int64_t tokens : {1, 5}) {

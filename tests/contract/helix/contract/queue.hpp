@@ -24,15 +24,15 @@ void memory_and_streams() {
     CHECK(a.size_bytes() >= bytes);
     CHECK(reinterpret_cast<std::uintptr_t>(a.data()) % 256 == 0);
     std::vector<unsigned char> host(bytes, 77), back(bytes, 1);
-    backend.download(back.data(), a.data(), bytes, first);  // there on return
+    backend.download(back.data(), a.data(), bytes, first);  // complete on return
     CHECK(back == std::vector<unsigned char>(bytes, 0));    // zeroed
 
     backend.upload(a.data(), host.data(), bytes, first);
-    std::fill(host.begin(), host.end(), static_cast<unsigned char>(11));  // re-used at once
-    backend.copy(b.data(), a.data(), bytes, first);                       // in order: sees 77
+    std::fill(host.begin(), host.end(), static_cast<unsigned char>(11));  // reused at once
+    backend.copy(b.data(), a.data(), bytes, first);                       // in order, so it sees 77
     backend.upload(a.data(), host.data(), bytes, first);
     backend.fill_zero(a.data(), bytes / 2, first);
-    // The other stream waits for all of it, not for the host.
+    // The other stream waits for all of it; the host does not.
     typename B::Event event = backend.create_event();
     backend.record(event, first);
     backend.wait(second, event);
@@ -45,7 +45,8 @@ void memory_and_streams() {
     backend.synchronize(first);
   }
 
-  // An event re-recorded: each wait is for the record before it. A token hops between the streams.
+  // An event is recorded again and again; each wait is for the last record before it. A value hops between
+  // the streams.
   typename B::Buffer cells = backend.allocate(64 * sizeof(std::int32_t));
   typename B::Event there = backend.create_event();
   typename B::Event back_again = backend.create_event();
@@ -64,7 +65,7 @@ void memory_and_streams() {
   backend.download(&end, cell + 62, sizeof(end), first);
   CHECK(end == start);
 
-  // Nothing to do, nothing touched.
+  // Empty operations touch nothing.
   backend.upload(nullptr, nullptr, 0, first);
   backend.download(nullptr, nullptr, 0, first);
   backend.copy(nullptr, nullptr, 0, first);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every operation as one scalar loop in double precision, straight from its definition: the oracle of the
-// suites.
+// The reference of the suites: every operation as one scalar loop in double precision, straight from its
+// definition.
 #pragma once
 
 #include <helix/contract/reference/attention.hpp>
@@ -9,5 +9,5 @@
 #include <helix/contract/reference/exchange.hpp>
 #include <helix/contract/reference/vocabulary.hpp>
 
-/// The operations on host memory, at once.
+/// The operations on host memory, executed immediately.
 namespace helix::contract::reference {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Embedding, logits and sampling against their definitions in double.
+// Embedding, logits and sampling, compared with their definitions in double.
 #pragma once
 
 #include <cmath>
@@ -41,7 +41,7 @@ void embed_and_gather() {
 
 template <TestableBackend B>
 void logit_norms() {
-  // Shards of unequal width, one of them empty; what lies behind their ends is padding.
+  // Shards of unequal width, one of them empty; padding follows their ends.
   constexpr std::int64_t kShards = 3;
   for (const std::int64_t width : {1, 40, 1500}) {
     for (const std::int64_t rows : {0, 1, 3}) {
@@ -80,7 +80,7 @@ void advance() {
 }
 
 /// Draws for `rows` rows of equal logits, cut into shards of at most `width` ids; padding is NaN. Without a
-/// config there are none.
+/// config it makes no draws.
 template <TestableBackend B>
 std::vector<std::int32_t> draw(const std::vector<float>& row_logits, std::int64_t rows, std::int64_t width,
                                const std::optional<SamplingConfig>& config) {
@@ -123,7 +123,7 @@ void sample() {
       CHECK(draw<B>(logits, 2, width, std::nullopt) == greedy);
       logits.back() = logits[static_cast<std::size_t>(best)];  // a tie goes to the smaller id
       CHECK(draw<B>(logits, 1, width, SamplingConfig{.top_k = 3}).front() == best);
-      // Cuts that leave one token are greedy too.
+      // Cuts that leave only one token are greedy too.
       logits.back() -= 0.5f;
       for (const SamplingConfig& config : {SamplingConfig{.temperature = 0.7f, .top_p = 1e-6f, .seed = 1},
                                            SamplingConfig{.temperature = 0.7f, .min_p = 1.0f, .seed = 1},
@@ -133,14 +133,14 @@ void sample() {
       }
     }
   }
-  // Logits that went wrong draw no token.
+  // Invalid logits draw no token.
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   for (const float bad : {std::nanf(""), kInfinity}) {
     for (const float temperature : {0.0f, 0.7f})
       CHECK(draw<B>({1.0f, bad, 0.5f}, 1, 2, SamplingConfig{.temperature = temperature}).front() == -1);
   }
   CHECK(draw<B>({-kInfinity, -kInfinity}, 1, 2, SamplingConfig{}).front() == -1);
-  // Frequencies follow softmax(logits / temperature) over what the cuts leave, whatever the shards.
+  // Frequencies follow softmax(logits / temperature) over the remaining tokens, whatever the shards.
   const std::vector<float> logits{0.0f, 1.0f, -1.0f, 0.5f, -20.0f, 0.9f};
   constexpr std::int64_t kRows = 4000;
   constexpr float kTemperature = 0.8f;
@@ -180,7 +180,7 @@ void sample() {
   }
 }
 
-/// Logits [3 shards, rows, width] with padding behind uneven shards, one of them empty.
+/// Logits [3 shards, rows, width]. The shards are uneven and padded, and one is empty.
 template <TestableBackend B>
 std::vector<float> padded_logits(Workbench<B>& bench, const std::vector<std::int64_t>& begins,
                                  std::int64_t rows, std::int64_t width) {
@@ -203,8 +203,8 @@ void penalties_and_log_probs() {
       const auto last_id = static_cast<std::int32_t>(begins.back() - 1);
       const auto logits = bench.array(padded_logits(bench, begins, rows, width));
       const auto shard_begins = bench.array(begins);
-      // Also a factor below 1, which makes a token more likely, the same id in two rows, and ids beyond the
-      // vocabulary.
+      // Includes a factor below 1, which makes a token more likely, the same id in two rows, and ids beyond
+      // the vocabulary.
       std::vector<LogitPenalty> values{{0, 0, 1.3f, 0.0f},
                                        {last_row, last_id, 0.7f, -0.25f},
                                        {0, last_id + 1, 2.0f, 1.0f},

@@ -22,27 +22,27 @@
 
 namespace helix::contract {
 
-/// A backend that the suites can look at: results come back to the host by download().
+/// A backend whose results the suites can read back with download().
 template <class B>
 concept TestableBackend = Backend<B> &&
     requires(B& backend, void* target, const void* source, std::size_t bytes, typename B::Stream stream) {
   backend.download(target, source, bytes, stream);  // device -> host; waits for the stream
 };
 
-/// How the contract makes one rank alone. Specialise it for a backend that is not default-constructible.
+/// How the contract creates a single rank. Specialise it for a backend that is not default-constructible.
 template <Backend B>
 struct LoneRank {
   static B make() { return B(); }
 };
 
-/// Names an array of a Workbench.
+/// Identifies an array of a Workbench.
 template <class T>
 struct Array {
   std::size_t index = 0;
 };
 
-/// Arrays that exist twice: in host memory for the reference, in device memory for the backend. Device memory
-/// is only ever uploaded and downloaded.
+/// Arrays that exist twice: in host memory for the reference, and in device memory for the backend. Device
+/// memory is only uploaded to and downloaded from.
 template <TestableBackend B>
 class Workbench {
  public:
@@ -80,9 +80,9 @@ class Workbench {
     return {entries_.size() - 1};
   }
 
-  /// Uniform in [-spread, spread].
+  /// Random values, uniform in [-spread, spread].
   Array<float> random(std::int64_t count, double spread = 1.0) { return array(random_values(count, spread)); }
-  /// What must be written before it is read.
+  /// An array of NaN, which must be written before it is read.
   Array<float> poison(std::int64_t count) {
     return array(std::vector<float>(static_cast<std::size_t>(count), std::nanf("")));
   }
@@ -110,8 +110,9 @@ class Workbench {
   }
 
   /// Runs `operation(args, stream)` on the device and `expected(args)` on the host, where args = make(side),
-  /// and compares every array: what the reference wrote within `tolerance` of its array's scale (relative),
-  /// all else, guards included, bit for bit. Describes the first difference; empty if there is none.
+  /// and compares every array. Values written by the reference must agree within `tolerance` of the scale of
+  /// their array (relative); everything else, including guards, must agree bit for bit. Describes the first
+  /// difference; empty if there is none.
   template <class Make, class Expected, class Operation>
   std::string difference(Make make, Expected expected, Operation operation, double tolerance = 1e-5) {
     upload();
@@ -136,7 +137,7 @@ class Workbench {
     for (Entry& entry : entries_)
       backend_.upload(entry.device.data(), entry.host.data(), entry.host.size(), stream_);
   }
-  /// Waits. Every array with its guards.
+  /// Downloads every array with its guards. Waits.
   std::vector<std::vector<std::byte>> download() {
     std::vector<std::vector<std::byte>> all;
     for (Entry& entry : entries_) all.emplace_back(entry.host.size());
@@ -163,7 +164,7 @@ class Workbench {
   }
 
  private:
-  static constexpr std::size_t kGuard = 256;  // keeps what lies between as aligned as a buffer
+  static constexpr std::size_t kGuard = 256;  // keeps arrays as aligned as a buffer
 
   struct Entry {
     bool is_float = false;
@@ -213,7 +214,7 @@ class Workbench {
   std::deque<Entry> entries_;
 };
 
-// Calls operation `name` of the backend and compares it with reference::name.
+// Runs operation `name` of the backend and compares it with reference::name.
 #define HELIX_CHECK_OPERATION(bench, name, make, ...)                                                       \
   (bench).check((make), [](const auto& args) { reference::name(args); },                                    \
                 [&](const auto& args, auto stream) { (bench).backend().name(args, stream); } __VA_OPT__(, ) \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exceptions cross the boundaries of shared libraries in each direction.
+// Exceptions cross the boundaries of shared libraries in both directions.
 #include <cstdio>
 
 #include <engine.hpp>

@@ -1,3 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# A project's own module, as there are many: no version, no target, no look for the CUDA toolkit. helix takes that of its own.
+# A project's own module, like many others: it sets no version and no target and does not look for the CUDA toolkit. helix must use its own
+# module.
 set(NCCL_FOUND TRUE)

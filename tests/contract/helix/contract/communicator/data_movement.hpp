@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives and messages that move bytes: every byte comes from the rank that it should, and none is
-// written beside.
+// Collectives and messages that move bytes: every byte comes from the right rank, and no other byte is
+// written.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ void all_to_all_contract(Comm& comm) {
   }
 }
 
-/// Unequal counts, some of them zero, and the counts' storage is overwritten right after the call.
+/// Unequal counts, some of them zero. The memory of the counts is overwritten right after the call.
 template <class Comm>
 void all_to_all_v_contract(Comm& comm) {
   typename Comm::Stream stream;
@@ -114,7 +114,8 @@ void broadcast_contract(Comm& comm) {
   }
 }
 
-/// Every pair in both directions, several messages in a row: they match in the order of the calls.
+/// Every pair of ranks in both directions, several messages in a row. Messages match in the order of the
+/// calls.
 template <class Comm>
 void send_recv_contract(Comm& comm) {
   typename Comm::Stream stream;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rows of the contract compare: bytes between canaries, filled with a pattern of their ranks.
+// The data that the contract compares: bytes between canaries, filled with a pattern that depends on the
+// ranks.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@ void require(bool condition, const Parts&... parts) {
   throw std::runtime_error(text.str());
 }
 
-/// Bytes between canaries: an out-of-range write of a collective is found by check().
+/// Bytes between canaries. check() finds writes of a collective outside its range.
 class GuardedBytes {
  public:
   explicit GuardedBytes(std::int64_t size, std::uint8_t fill = 0xcd)
@@ -46,7 +47,7 @@ class GuardedBytes {
   std::vector<std::uint8_t> bytes_;
 };
 
-/// Byte i of what rank `from` gives to rank `to` in `round`.
+/// Byte i of the data that rank `from` sends to rank `to` in `round`.
 inline std::uint8_t pattern(int from, int to, std::int64_t i, int round = 0) {
   return static_cast<std::uint8_t>(from * 37 + to * 101 + i * 7 + i / 251 + round * 13 + 1);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows what: operations without a host wait, barriers, and two groups on two streams.
+// Ordering: operations without a host wait, barriers, and two groups on two streams.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace helix::contract {
 
-/// Hundreds of operations without a host wait, on buffers that are re-used at once: any lack of a last
+/// Hundreds of operations without a host wait, on buffers that are reused at once, so that a missing final
 /// rendezvous shows.
 template <class Comm>
 void back_to_back_contract(Comm& comm, int rounds = 300) {
@@ -53,8 +53,8 @@ void back_to_back_contract(Comm& comm, int rounds = 300) {
   require(wrong == 0, wrong, " values were wrong in ", rounds, " rounds");
 }
 
-/// A barrier releases nobody before the last rank is there. All ranks share a machine, so they share its
-/// steady clock.
+/// A barrier releases no rank before the last rank has arrived. All ranks are on one machine, so they share
+/// its steady clock.
 template <class Comm>
 void barrier_contract(Comm& comm) {
   typename Comm::Stream stream;
@@ -75,11 +75,11 @@ void barrier_contract(Comm& comm) {
   }
 }
 
-/// Two groups over the same ranks, each used from its own stream at once, as an exchange that overlaps the
-/// layer.
+/// Two groups over the same ranks, each used on its own stream at the same time, like an exchange that
+/// overlaps the rest of the layer.
 template <class Comm>
 void two_streams_contract(Comm& comm, int rounds = 200) {
-  Comm other = comm.split(0, -comm.rank());  // the reverse order, so that a mix-up of the groups shows
+  Comm other = comm.split(0, -comm.rank());  // in reverse order, so that mixing up the groups shows
   require(other.size() == comm.size(), "split kept ", other.size(), " of ", comm.size(), " ranks");
   require(other.rank() == comm.size() - 1 - comm.rank(), "split by descending key gave rank ", other.rank());
   typename Comm::Stream first;

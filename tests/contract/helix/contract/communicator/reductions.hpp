@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over ranks against the exact ones in double, with equal bits on all ranks.
+// Sums over ranks, compared with exact sums in double, with equal bits on all ranks.
 #pragma once
 
 #include <array>
@@ -17,8 +17,8 @@
 
 namespace helix::contract {
 
-/// Values of all ranks for a reduction, rounded to T, and the exact double sum with the error that float
-/// accumulation and one rounding to T may make.
+/// Values of all ranks for a reduction, rounded to T; the exact sum in double; and the error allowed for
+/// float accumulation and one rounding to T.
 template <class T>
 struct ReductionCase {
   std::vector<std::vector<T>> inputs;  // [rank][element]
@@ -109,7 +109,7 @@ void reduction_contract(Comm& comm) {
   reduction_contract_of<bf16>(comm);
 }
 
-/// f32 sums are the left fold in rank order, bit for bit: 1e8, 1, -1e8, 1 show any other order.
+/// f32 sums are the left fold in rank order, bit for bit: 1e8, 1, -1e8, 1 reveal any other order.
 template <class Comm>
 void rank_order_contract(Comm& comm) {
   typename Comm::Stream stream;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups that are split from others.
+// Groups that are split off from other groups.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +11,15 @@
 
 namespace helix::contract {
 
-/// Groups by color, ranks by (key, old rank); the parts work at once and do not disturb each other or the
-/// parent.
+/// Ranks of one color form a group, ordered by (key, old rank). The groups work at the same time without
+/// disturbing each other or the parent.
 template <class Comm>
 void split_contract(Comm& comm) {
   typename Comm::Stream stream;
   for (int num_colors = 1; num_colors <= comm.size(); ++num_colors) {
     const int color = comm.rank() % num_colors;
     Comm part =
-        comm.split(color, comm.rank() / num_colors % 2);  // keys 0, 1, 0, 1 ... so that old ranks break ties
+        comm.split(color, comm.rank() / num_colors % 2);  // keys 0, 1, 0, 1 ...: old ranks break the ties
     std::vector<std::pair<int, int>> expected;            // (key, old rank)
     for (int r = color; r < comm.size(); r += num_colors) expected.emplace_back(r / num_colors % 2, r);
     std::sort(expected.begin(), expected.end());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The KV cache and attention over it by their definitions in double.
+// The KV cache and attention over it, by their definitions in double.
 #pragma once
 
 #include <algorithm>
@@ -15,16 +15,15 @@
 
 namespace helix::contract::reference {
 
-/// Column `i` of the key (is_value false) or value row of a local token: its address in the pools, and what
-/// it is multiplied by.
+/// Column `i` of a local token's key (is_value false) or value row: its address in the pools and its factor.
 struct KvElement {
   void* pool;
   std::int64_t index;
   DType dtype;
   const float* scale = nullptr;  // null: 1
 };
-/// A latent column of DType::fp8_ds_mla has its row's scale of 128 columns behind the row; a rope column is
-/// bf16.
+/// A latent column of DType::fp8_ds_mla uses its row's scale for 128 columns, stored after the row; a rope
+/// column is bf16.
 inline KvElement mixed_element(const KvView& kv, std::int64_t page, std::int64_t in_page, std::int64_t i) {
   const KvFormat& format = kv.format;
   if (i >= format.value_dim) {
@@ -63,7 +62,7 @@ inline double kv_value(const KvView& kv, std::int64_t slot, std::int64_t local, 
          (at.scale != nullptr ? double{*at.scale} : kv_scale(kv, head, is_value));
 }
 
-/// The scales of a row of DType::fp8_ds_mla that is to hold `values`.
+/// Stores the scales of a row of DType::fp8_ds_mla that will hold `values`.
 inline void store_mixed_scales(const KvView& kv, std::int64_t slot, std::int64_t local, const float* values) {
   for (std::int64_t first = 0; first < kv.format.value_dim; first += 128) {
     double most = 0.0;
@@ -135,7 +134,8 @@ inline void partial_attention(const PartialAttentionArgs<float>& args) {
   for (std::int64_t b = 0; b < args.batch.num_sequences(); ++b) {
     const std::int64_t slot = args.batch.sequence_slots[b];
     for (std::int64_t t = args.batch.query_offsets[b]; t < args.batch.query_offsets[b + 1]; ++t) {
-      // Token by token over global positions, so that the closed forms of KvLayout are not taken for granted.
+      // Goes through global positions token by token, so that it does not rely on the closed forms of
+      // KvLayout.
       std::vector<std::int64_t> visible;
       const std::int64_t last = args.batch.positions[t];
       for (std::int64_t p = args.window > 0 ? std::max<std::int64_t>(0, last + 1 - args.window) : 0;

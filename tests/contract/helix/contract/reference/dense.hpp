@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms, products, rope and experts by their definitions in double.
+// Norms, products, rope and experts, by their definitions in double.
 #pragma once
 
 #include <algorithm>
@@ -103,7 +103,7 @@ inline void router_logits(const RouterLogitsArgs<float>& args) {
   linear({.in = args.in, .weight = args.weight, .bias = {}, .out = args.out});
 }
 
-/// Indices of the `count` largest, best first, the smaller index on ties.
+/// Indices of the `count` largest values, best first; ties go to the smaller index.
 inline std::vector<std::int64_t> largest(const std::vector<double>& values, std::int64_t count) {
   std::vector<std::int64_t> order(values.size());
   std::iota(order.begin(), order.end(), std::int64_t{0});

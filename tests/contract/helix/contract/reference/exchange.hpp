@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exchange and the combine by their definitions in double.
+// The exchange and the combine, by their definitions in double.
 #pragma once
 
 #include <algorithm>
@@ -24,14 +24,14 @@ inline void stamp(const StampArgs& args) {
     std::memcpy(args.message + i * args.message_bytes, &header, sizeof(header));
 }
 
-/// The natural logarithm by its definition.
+/// The natural log-sum-exp, by the definition of the convention.
 inline double natural_lse(double lse, LseConvention convention) {
   if (convention == LseConvention::base2) return std::isinf(lse) ? kMinusInfinity : std::log(std::exp2(lse));
   if (convention == LseConvention::natural_positive_inf_if_empty && std::isinf(lse)) return kMinusInfinity;
   return lse;
 }
 
-/// The target with out and lse in the slot that its TargetSlot names.
+/// The target whose out and lse are in the slot that its TargetSlot selects.
 inline PartialTarget<float> in_slot(PartialTarget<float> target) {
   if (target.slot.exchanges == nullptr || *target.slot.exchanges % 2 == 0) return target;
   const std::int64_t floats = target.slot.bytes / static_cast<std::int64_t>(sizeof(float));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two ends of the stack by their definitions in double.
+// Embedding, logits and sampling, by their definitions in double.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ inline void logit_norms(const LogitNormsArgs<float>& args) {
   }
 }
 
-/// The place of `id` in one row, or nullptr.
+/// Address of the logit of `id` in one row, or nullptr.
 template <class Args>
 auto* logit_at(const Args& args, std::int64_t row, std::int64_t id) {
   auto* found = static_cast<decltype(&args.logits(0, 0, 0))>(nullptr);
@@ -64,7 +64,7 @@ inline void advance(const AdvanceArgs& args) {
     if (args.values[i] != -1) args.values[i] = args.values[i] + 1;
 }
 
-/// Whether a row has a token to draw: no logit is NaN or +inf, and one is above -inf.
+/// Whether a row has a token to draw: no logit is NaN or +inf, and at least one is above -inf.
 inline bool has_likeliest(const SampleArgs<float>& args, std::int64_t row) {
   bool has_one = false;
   for (std::int64_t id = 0; id < args.shard_begins[args.logits.extent(0)]; ++id) {
@@ -75,7 +75,7 @@ inline bool has_likeliest(const SampleArgs<float>& args, std::int64_t row) {
   return has_one;
 }
 
-/// Probability of each id of one row, by softmax(logits / temperature); temperature 0: of the logits.
+/// Probability of each id of one row: softmax(logits / temperature), or softmax(logits) for temperature 0.
 template <class Args>
 std::vector<double> probabilities(const Args& args, std::int64_t row, float temperature_or_0) {
   std::vector<double> values;
@@ -90,7 +90,7 @@ std::vector<double> probabilities(const Args& args, std::int64_t row, float temp
   return values;
 }
 
-/// The ids that the cuts keep, likeliest first.
+/// The ids that remain after the cuts, likeliest first.
 inline std::vector<std::int64_t> kept_ids(const std::vector<double>& likely, const SamplingConfig& config) {
   const double top_p = config.temperature > 0.0f ? config.top_p : 0.0;
   std::vector<std::int64_t> order = largest(likely, static_cast<std::int64_t>(likely.size()));
@@ -115,7 +115,7 @@ inline std::vector<std::int64_t> kept_ids(const std::vector<double>& likely, con
   return order;
 }
 
-/// The concept fixes the distribution and not the generator; this draw is one of many legal ones.
+/// The concept defines the distribution but not the generator: this draw is one of many legal ones.
 inline void sample(const SampleArgs<float>& args) {
   for (std::int64_t row = 0; row < args.logits.extent(1); ++row) {
     const SamplingConfig config = args.configs == nullptr ? SamplingConfig{} : args.configs[row];
