@@ -6,10 +6,15 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+import apart
 from template import TemplateError, render
 from tokenizers import Tokenizer
 
 _MAX_FILE_BYTES = 16_000_000  # the limit of helix-decode for a config.json
+_MAX_TOKENIZER_BYTES = 128_000_000  # three times the largest that is known
+_MAX_ENCODE_SECONDS = 60.0  # a million tokens take seconds
+_MAX_ENCODE_MEMORY_MIB = 4096  # a million tokens take 1 GB
+_MAX_IDS_BYTES = 100_000_000  # some 12 million tokens
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -25,6 +30,7 @@ class TextModel:
         if not file.is_file():
             raise TextError(f"{file}: missing; text needs a checkpoint with its tokenizer, token ids go to ./run.sh decode")
         _refuse_lfs_pointer(file)
+        _refuse_large(file, _MAX_TOKENIZER_BYTES)
         with _errors_of_tokenizers(str(file)):
             self._tokenizer = Tokenizer.from_file(str(file))
         # The file may still have the truncation used in training, but a prompt must stay whole.
@@ -81,8 +87,38 @@ class TextModel:
             text.encode()
         except UnicodeEncodeError as error:
             raise TextError(f"the text is not UTF-8: {error}") from None
-        with _errors_of_tokenizers("the tokenizer cannot take the text"):
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        where = "the tokenizer cannot take the text"
+
+        def encode() -> bytes:  # normalizers of strangers may multiply a text, or search it without end
+            try:
+                with _errors_of_tokenizers(where):
+                    ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            except TextError as error:
+                raise apart.Failed(str(error)) from None
+            return json.dumps(ids).encode()
+
+        try:
+            return json.loads(
+                apart.run(
+                    encode,
+                    seconds=_MAX_ENCODE_SECONDS,
+                    memory_mib=_MAX_ENCODE_MEMORY_MIB,
+                    max_bytes=_MAX_IDS_BYTES,
+                )
+            )
+        except OSError as error:
+            raise TextError(f"{where}: no process can be started for it: {error.strerror}") from None
+        except apart.Failed as failure:
+            raise TextError(str(failure)) from None
+        except apart.TooSlow:
+            raise TextError(f"{where} within {_MAX_ENCODE_SECONDS:g} s; see its normalizer and patterns") from None
+        except apart.TooLong:
+            raise TextError(f"{where}: its ids take more than {_MAX_IDS_BYTES} bytes") from None
+        except (apart.TooMuchMemory, apart.Died) as ending:  # Rust ends a process that gets no memory
+            how = f" (its process ended with {ending})" if isinstance(ending, apart.Died) else ""
+            raise TextError(
+                f"{where} with {_MAX_ENCODE_MEMORY_MIB} MiB of memory{how}; see its normalizer, or give a shorter text"
+            ) from None
 
     def _find_special(self, name: str) -> tuple[str, object]:
         """The file that names a special token, and what it says; special_tokens_map.json counts where the other is silent."""
@@ -185,13 +221,17 @@ def _refuse_lfs_pointer(file: pathlib.Path) -> None:
         raise TextError(f"{file}: is a Git LFS pointer in place of the file; run git lfs pull in its folder")
 
 
+def _refuse_large(file: pathlib.Path, max_bytes: int) -> None:
+    size = file.stat().st_size
+    if size > max_bytes:
+        raise TextError(f"{file}: has {size} bytes; expected at most {max_bytes}")
+
+
 def _read_text(file: pathlib.Path) -> str:
     if not file.is_file():
         raise TextError(f"{file}: is no file, or a link that leads to none; fetch it again, or remove it")
     _refuse_lfs_pointer(file)
-    size = file.stat().st_size
-    if size > _MAX_FILE_BYTES:
-        raise TextError(f"{file}: has {size} bytes; expected at most {_MAX_FILE_BYTES}")
+    _refuse_large(file, _MAX_FILE_BYTES)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

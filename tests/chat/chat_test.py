@@ -434,7 +434,7 @@ def members(group: int) -> list[int]:
     return found
 
 
-class HostileTemplates(unittest.TestCase):
+class HostileFiles(unittest.TestCase):
     """Rendered by the program, beside a decoder that waits for a prompt."""
 
     REMEDY = "; correct it, or leave it out with --raw\n"
@@ -517,6 +517,25 @@ class HostileTemplates(unittest.TestCase):
             with unittest.mock.patch("template._outcome", lambda *_: os.kill(os.getpid(), signal.SIGSEGV)):
                 with self.assertRaisesRegex(TextError, "the chat template cannot be rendered: its process ended with SIGSEGV"):
                     model.encode_chat([])
+
+    def test_a_normalizer_that_multiplies_the_text_is_one_error(self) -> None:
+        multiply = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 24}
+        normalizer = {"type": "Sequence", "normalizers": [multiply] * 6}
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(folder, tokenizer_of(normalizer=normalizer))
+            with unittest.mock.patch("text._MAX_ENCODE_MEMORY_MIB", 256):
+                with self.assertRaisesRegex(TextError, "the tokenizer cannot take the text with 256 MiB of memory"):
+                    model.encode("aaaa")
+            with unittest.mock.patch("text._MAX_ENCODE_SECONDS", 0.2):
+                with self.assertRaisesRegex(TextError, "the tokenizer cannot take the text within 0.2 s"):
+                    model.encode("aaaa")
+
+    def test_a_tokenizer_without_end_is_refused_unread(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            with (pathlib.Path(folder) / "tokenizer.json").open("wb") as file:
+                file.truncate(3_000_000_000)
+            with self.assertRaisesRegex(TextError, "tokenizer.json: has 3000000000 bytes; expected at most 128000000"):
+                TextModel(pathlib.Path(folder))
 
     def test_long_text_comes_back_whole_and_a_long_error_cut_short(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
