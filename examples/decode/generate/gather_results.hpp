@@ -29,20 +29,21 @@ class BytesGather {
       : backend_(&backend),
         comm_(&comm),
         stream_(stream),
-        device_(backend.allocate(message_bytes(kFirstBytes) * (1 + num_ranks()))) {}
+        first_bytes_(first_bytes_of(num_ranks())),
+        device_(backend.allocate(message_bytes(first_bytes_) * (1 + num_ranks()))) {}
 
   /// Returns the bytes of each rank, by rank. Collective.
   /// @throws Error(out_of_step) if a rank has skipped an exchange.
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) {
-    std::vector<std::byte> all = exchange(first_message(mine));
+    std::vector<std::byte> all = exchange(first_message(mine, first_bytes_));
     std::vector<std::uint64_t> sizes(num_ranks());
     for (std::size_t rank = 0; rank < sizes.size(); ++rank)
-      sizes[rank] = size_in(all.data() + rank * message_bytes(kFirstBytes));
+      sizes[rank] = size_in(all.data() + rank * message_bytes(first_bytes_));
     const std::uint64_t widest = std::ranges::max(sizes);
     std::size_t skipped = kSizeBytes;
-    std::size_t stride = message_bytes(kFirstBytes);
-    if (!fits_first_message(widest)) {
-      std::vector<std::byte> padded(round_up(widest, kFirstBytes));
+    std::size_t stride = message_bytes(first_bytes_);
+    if (!fits_first_message(widest, first_bytes_)) {
+      std::vector<std::byte> padded(round_up(widest, first_bytes_));
       std::ranges::copy(mine, padded.begin());
       skipped = 0;
       stride = message_bytes(padded.size());
@@ -60,6 +61,14 @@ class BytesGather {
 
  private:
   std::size_t num_ranks() const { return static_cast<std::size_t>(comm_->size()); }
+
+  /// Bytes of a first message among `num_ranks`: each rank holds those of all, so that many ranks of one
+  /// process would otherwise take the square of their number times kFirstBytes.
+  static std::size_t first_bytes_of(std::size_t num_ranks) {
+    constexpr std::size_t kAllBytes = 16 * kFirstBytes;
+    constexpr std::size_t kMinBytes = 128;
+    return std::clamp(kAllBytes / num_ranks / kMinBytes * kMinBytes, kMinBytes, kFirstBytes);
+  }
 
   /// Distance in bytes between the messages of two ranks. The number of the exchange follows the content of
   /// each message.
@@ -92,6 +101,7 @@ class BytesGather {
   typename B::Comm* comm_;
   typename B::Stream stream_;
   std::uint64_t num_exchanges_ = 0;
+  std::size_t first_bytes_;
   typename B::Buffer device_;  // own message, then the messages of all ranks
 };
 

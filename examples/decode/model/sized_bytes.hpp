@@ -16,12 +16,13 @@ inline constexpr std::size_t kFirstBytes = 8192;
 /// Bytes of the count at its beginning.
 inline constexpr std::size_t kSizeBytes = sizeof(std::uint64_t);
 
-/// The first message of `bytes`: their count, as many of them as fit, then zeros.
-inline std::vector<std::byte> first_message(std::span<const std::byte> bytes) {
-  std::vector<std::byte> message(kFirstBytes);
+/// The first message of `bytes`, `first_bytes` long: their count, as many of them as fit, then zeros.
+inline std::vector<std::byte> first_message(std::span<const std::byte> bytes,
+                                            std::size_t first_bytes = kFirstBytes) {
+  std::vector<std::byte> message(first_bytes);
   const std::uint64_t size = bytes.size();
   std::memcpy(message.data(), &size, kSizeBytes);
-  std::ranges::copy(bytes.first(std::min(bytes.size(), kFirstBytes - kSizeBytes)),
+  std::ranges::copy(bytes.first(std::min(bytes.size(), first_bytes - kSizeBytes)),
                     message.begin() + kSizeBytes);
   return message;
 }
@@ -33,9 +34,9 @@ inline std::uint64_t size_in(const std::byte* message) {
   return size;
 }
 
-/// Whether `size` bytes fit in the first message.
-inline bool fits_first_message(std::uint64_t size) {
-  return size <= kFirstBytes - kSizeBytes;
+/// Whether `size` bytes fit in a first message of `first_bytes`.
+inline bool fits_first_message(std::uint64_t size, std::size_t first_bytes = kFirstBytes) {
+  return size <= first_bytes - kSizeBytes;
 }
 
 }  // namespace helix::decode
