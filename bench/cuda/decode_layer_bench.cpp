@@ -317,8 +317,8 @@ struct Overlap {
 struct HostTimes {
   double step_us = 0.0;    ///< appending one token per sequence, and the launch
   double growth_us = 0.0;  ///< the same for a step in which a sequence gets a page
-  double launch_us = 0.0;  ///< Part of step_us spent in the launch.
-  /// CUDA's part of the launch: a copy of 256 bytes and the launch of a graph of one kernel.
+  double launch_us = 0.0;  ///< Part of growth_us spent in the launch.
+  /// CUDA's part of growth_us: a copy of 256 bytes and the launch of a graph of one kernel.
   double bare_us = 0.0;
   double wall_us = 0.0;  ///< until the thread knows that the step has ended
 };

@@ -49,8 +49,8 @@ void parse(std::span<const std::byte> bytes, std::uint64_t file_size) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  // First, the first 8 bytes claim the size of the file and the rest is its beginning. Then the whole input
-  // is a file.
+  // The first 8 bytes claim the size of the file; the rest is its beginning. It is parsed once with the
+  // claimed size and once with its real size.
   const auto bytes = std::as_bytes(std::span<const std::uint8_t>(data, size));
   std::uint64_t claimed = 0;
   for (std::size_t i = 0; i < std::min<std::size_t>(size, 8); ++i) {

@@ -16,7 +16,7 @@ struct Headline {
   Candidate baseline;  ///< the fastest one
   Candidate helix;     ///< the fastest one
   std::int64_t batch;  ///< largest batch of Helix that is as fast as the fastest baseline
-  double tokens_gain;  ///< tokens/s/GPU of Helix at that speed, relative to the baseline
+  double tokens_gain;  ///< most tokens/s/GPU of Helix at that speed, relative to the baseline
 
   double interactivity() const { return baseline.totals.ttl / helix.totals.ttl; }
 };
