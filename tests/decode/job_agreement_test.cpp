@@ -132,10 +132,10 @@ TEST_CASE("widths, device and activation are compared, and threads, GPU, progres
           o.json = "rank-2.json";
           o.model = "/scratch/model";
           o.num_threads = 2;
-          o.verify = true;
           o.tuning = "linear.*=plain";
         }) == "");
   CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.is_plan_only = true; }), Contains("--plan-only on"));
+  CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.verify = true; }), Contains("--verify on"));
 }
 
 TEST_CASE("a checkpoint is known by its config, tables and contents, wherever it lies, and soon", "[quick]") {

@@ -201,6 +201,8 @@ TEST_CASE("absent optional keys have the values that transformers gives them") {
   parsed = parse(config);
   CHECK(parsed.shape.shared_ffn() == 0);
   CHECK(parsed.router.num_groups == 1);
+  config.erase("topk_group");
+  CHECK(parse(config).router.groups_kept == 1);
 
   config["n_routed_experts"] = nullptr;
   CHECK_FALSE(parse(config).shape.moe.has_value());
@@ -294,8 +296,9 @@ TEST_CASE(
     CHECK(parse(config).unread_attention_keys.empty());
     config["sliding_window"] = 8;
     config["attention_chunk_size"] = 16;
+    config["dual_chunk_attention_config"] = {{"chunk_size", 262144}};
     CHECK(parse(config).unread_attention_keys ==
-          std::vector<std::string>{"sliding_window", "attention_chunk_size"});
+          std::vector<std::string>{"sliding_window", "attention_chunk_size", "dual_chunk_attention_config"});
     config["per_layer_config"] = {{"0", {{"rms_norm_eps", 1.0}}}};
     CHECK_THAT(failure_of_config(config.dump()).what, Catch::Contains("per_layer_config"));
   }
@@ -495,6 +498,8 @@ TEST_CASE("missing, mistyped and absurd values of DeepSeek's configs give one Er
       {deepseek_v3(), "num_experts_per_tok", 9, "num_experts_per_tok is 9; expected at most the 8 experts"},
       {deepseek_v3(), "num_experts_per_tok", 17, "num_experts_per_tok is 17"},
       {deepseek_v3(), "topk_group", 5, "topk_group is 5; expected at most n_group, which is 4"},
+      {deepseek_v3(), "topk_group", nullptr,
+       "topk_group is null; expected an integer from 1 to n_group, which is 4"},
       {deepseek_v3(), "routed_scaling_factor", 0, "routed_scaling_factor is 0"},
       {deepseek_v3(), "moe_layer_freq", 0, "moe_layer_freq is 0"},
       {deepseek_v2(), "num_experts_per_tok", kGone, "num_experts_per_tok is missing"},

@@ -334,6 +334,17 @@ TEST_CASE("a config of a million layers over a small file fails fast") {
   CHECK_THROWS_AS(plan_weights(parsed, checkpoint, Topology({}, parsed.shape), 0), Error);
 }
 
+TEST_CASE("a tensor that the index omits, but its file has, is told of the index") {
+  ModelOnDisk model(llama());
+  std::filesystem::rename(model.directory().path() / "model.safetensors",
+                          model.directory().path() / "model-1.safetensors");
+  model.directory().write("model.safetensors.index.json",
+                          R"({"weight_map":{"model.norm.weight":"model-1.safetensors"}})");
+  CHECK_THAT(failure_of_plan(model, ErrorCode::invalid_file),
+             Catch::Contains("is missing from model.safetensors.index.json, though") &&
+                 Catch::Contains("model-1.safetensors has it"));
+}
+
 TEST_CASE("types that nothing reads, fp8 without scales and foreign topologies are refused") {
   ModelOnDisk model(llama());
   std::vector<TensorContent> tensors = model.tensors();

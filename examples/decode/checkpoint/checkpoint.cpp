@@ -31,6 +31,17 @@ bool is_named(const fs::path& path) {
   return fs::symlink_status(path, failure).type() != fs::file_type::not_found;
 }
 
+/// Whether the folder has files named like the parts of a checkpoint of several files.
+bool has_shards(const fs::path& directory) {
+  std::error_code failure;
+  for (fs::directory_iterator entry(directory, failure), end; !failure && entry != end;
+       entry.increment(failure)) {
+    const std::string name = entry->path().filename().string();
+    if (name.starts_with("model-") && name.ends_with(".safetensors")) return true;
+  }
+  return false;
+}
+
 constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // enough for a million tensors
 
 /// Totals over the weight files. Their limits bound what a plan costs and keep sums of weights far inside
@@ -85,6 +96,9 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
                     " but no model.safetensors, and only safetensors are read; save it with transformers' "
                     "save_pretrained(safe_serialization=True)");
     }
+    HELIX_EXPECTS(is_there(single) || !has_shards(directory_), ErrorCode::io, index.string(),
+                  ": missing, but the folder has model-*.safetensors files, which it lists; fetch the whole "
+                  "checkpoint");
     totals.add(files_.emplace_back(single.string()));
     return;
   }
@@ -124,6 +138,12 @@ Checkpoint::Entry Checkpoint::find(std::string_view name) const {
   }
   const auto found = entries_.find(name);
   return found == entries_.end() ? Entry{} : found->second;
+}
+
+const SafetensorsFile* Checkpoint::file_of_unlisted(std::string_view name) const {
+  const auto file =
+      std::ranges::find_if(files_, [&](const auto& each) { return each.find(name) != nullptr; });
+  return file == files_.end() ? nullptr : &*file;
 }
 
 }  // namespace helix::decode

@@ -56,6 +56,8 @@ class Checkpoint {
 
   /// The tensor named `name`; both members are null if there is none.
   Entry find(std::string_view name) const;
+  /// The file that holds a tensor which find() does not know because the index omits it; null if none does.
+  const SafetensorsFile* file_of_unlisted(std::string_view name) const;
 
  private:
   static constexpr std::string_view kGenerationConfig = "generation_config.json";

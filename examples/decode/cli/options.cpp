@@ -306,6 +306,7 @@ void add_fields(JobFields& fields, const Options& options) {
                                 is_plan_only, verify, given_sampling, serve, serve_limits, timeout_seconds,
                                 tuning, num_threads, json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
+  fields.push_back({"--verify", verify ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
 

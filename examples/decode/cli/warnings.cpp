@@ -97,6 +97,14 @@ std::optional<std::string> unread_attention_keys(const ModelConfig& config, cons
                      one_line(checkpoint.config_path()), config.model_type, fmt::join(keys, ", "));
 }
 
+std::optional<std::string> unknown_eos_ids(const ModelConfig& config, const Checkpoint& checkpoint) {
+  const std::int64_t vocab = config.shape.vocab;
+  const auto unknown = std::ranges::find_if(config.eos_ids, [&](std::int64_t id) { return id >= vocab; });
+  if (unknown == config.eos_ids.end()) return std::nullopt;
+  return fmt::format("warning: {}: eos_token_id {} is outside the vocabulary of {}: no sequence ends with it",
+                     one_line(checkpoint.config_path()), *unknown, vocab);
+}
+
 std::optional<std::string> unheeded_keys(const GenerationDefaults& defaults, const Checkpoint& checkpoint) {
   if (defaults.unheeded.empty()) return std::nullopt;
   return fmt::format("warning: {} asks for {}, which is not built: texts may differ from transformers'",
@@ -168,6 +176,7 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
     add(unused_weights(config, checkpoint));
     add(unread_rope_keys(config, checkpoint));
     add(unread_attention_keys(config, checkpoint));
+    add(unknown_eos_ids(config, checkpoint));
     const GenerationDefaults defaults =
         parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
     add(unheeded_keys(defaults, checkpoint));

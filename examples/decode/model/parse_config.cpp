@@ -151,7 +151,7 @@ void parse_rope(const ObjectReader& top, ModelConfig& config) {
   // Parsed before the keys that an unsupported type might need.
   if (scaling) rope.type = parse_rope_type(*scaling);
 
-  constexpr double kMinTheta = 1.0 + 1e-6;  // yarn divides by the logarithm of theta
+  constexpr double kMinTheta = 1.001;  // yarn divides by the logarithm of theta
   constexpr double kMaxTheta = 1e15;
   if (scaling && scaling->has("rope_theta")) {
     rope.theta = scaling->number("rope_theta", kMinTheta, kMaxTheta);
@@ -206,7 +206,8 @@ void parse_windows(const ObjectReader& top, ModelConfig& config) {
   if (has_windows) config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxTokens);
   if (!knows_windows && top.has("sliding_window"))
     config.unread_attention_keys.emplace_back("sliding_window");
-  if (top.has("attention_chunk_size")) config.unread_attention_keys.emplace_back("attention_chunk_size");
+  for (const char* key : {"attention_chunk_size", "dual_chunk_attention_config"})
+    if (top.has(key)) config.unread_attention_keys.emplace_back(key);
   const auto layers = static_cast<std::size_t>(config.shape.num_layers);
   if (const nlohmann::json* types = top.find("layer_types")) {
     if (!types->is_array() || types->size() != layers)
@@ -294,7 +295,10 @@ void parse_router(const ObjectReader& top, ModelConfig& config) {
       return top.integer_or(key, fallback, 1, moe.num_experts);
     };
     router.num_groups = groups("n_group", 8);
-    router.groups_kept = groups("topk_group", 4);
+    const bool has_groups = router.num_groups > 1;
+    if (has_groups && top.is_null("topk_group"))
+      top.fail("topk_group", nullptr, "an integer from 1 to n_group, which is ", router.num_groups);
+    router.groups_kept = has_groups || top.has("topk_group") ? groups("topk_group", 4) : 1;
   }
   if (moe.num_experts % router.num_groups != 0) {
     top.fail("n_group", nlohmann::json(router.num_groups), "a divisor of n_routed_experts, which is ",

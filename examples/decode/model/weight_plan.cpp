@@ -13,6 +13,7 @@
 #include <fmt/format.h>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 
 #include "checkpoint/strict_json.hpp"
 
@@ -21,10 +22,6 @@ namespace {
 
 constexpr std::int64_t kAlignment = 256;
 constexpr std::size_t kMaxProblems = 12;
-
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 /// One piece of a target before its tensor is looked up: a rectangle of a named tensor with known full size.
 struct Piece {
@@ -337,7 +334,9 @@ class PlanBuilder {
   Checkpoint::Entry find(const std::string& tensor, std::int64_t rows, std::int64_t cols) {
     const Checkpoint::Entry entry = checkpoint_.find(tensor);
     if (entry.tensor == nullptr) {
-      note(tensor + " is missing");
+      const SafetensorsFile* file = checkpoint_.file_of_unlisted(tensor);
+      note(tensor + " is missing" +
+           (file == nullptr ? "" : " from model.safetensors.index.json, though " + file->path() + " has it"));
       return {};
     }
     // Vectors are 1-D in the file, but a single-row matrix (block scales of a thin weight) is 2-D.
