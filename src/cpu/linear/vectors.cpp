@@ -39,6 +39,7 @@ struct Vectors {
   /// As many as fit in registers beside the operands.
   template <int R>
   static constexpr std::int64_t kGroup = kLanes == 16        ? (R == 4 ? 6 : 8)
+                                         : R == 1            ? 8
                                          : R < 4             ? 4
                                          : kHasWideGroups<T> ? 3
                                                              : 2;
