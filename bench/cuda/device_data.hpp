@@ -80,7 +80,7 @@ inline std::vector<double> normed_rows(std::vector<double> sums, const std::vect
   return sums;
 }
 
-/// got - expected| / |expected|, Euclidean; NaN if either holds one.
+/// |got - expected| / |expected|, Euclidean; NaN if either holds one.
 template <class T, class U>
 double relative_error(const std::vector<T>& got, const std::vector<U>& expected) {
   double difference = 0.0;

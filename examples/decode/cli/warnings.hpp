@@ -14,9 +14,10 @@
 namespace helix::decode {
 
 /// One line for each of these: replicas without a sequence; tensors that config.json does not use; rope keys
-/// that the rope's type does not take; windows given to a model without windows; keys of
-/// generation_config.json that are not built; a plan that exceeds the free memory of this machine or of a
-/// GPU. Rank 0 warns about its machine and about what all ranks share; each process warns about its own GPU.
+/// that the rope's type does not take; windows given to a model without windows; end-of-sequence ids outside
+/// of the vocabulary; keys of generation_config.json that are not built; its repetition_penalty without
+/// --serve; a plan that exceeds the free memory of this machine or of a GPU. Rank 0 warns about its machine
+/// and about what all ranks share; each process warns about its own GPU.
 std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
                                   const ModelConfig& config, const Topology& topo,
                                   const GenerationRequest& request, const LaunchOptions& launch,

@@ -47,7 +47,8 @@ struct RootIo {
   bool show_progress = false;
   Frontend* client = nullptr;  ///< Where the requests of a serving decoder come from.
   std::string activation;      ///< Type of activations, as the client is told.
-  /// Longest silence of an idle root, before other ranks assume that it is dead.
+  /// Longest time that an idle root waits before it sends the other ranks an order, so that they do not time
+  /// out.
   std::chrono::milliseconds longest_silence{1000};
   /// Time between two meetings of ranks that load independently, or of replicas that decode independently.
   std::chrono::milliseconds meeting_interval{7500};
