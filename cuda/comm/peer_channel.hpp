@@ -65,8 +65,8 @@ struct PeerWaits {
 /// for another block of its own grid. Message `count` uses slot count % 2. Reuse is safe: a sender of message
 /// n has seen the flag of the peer's message n - 1, which the peer sent after it had read message n - 2.
 ///
-/// - Plain messages (peer_wait.cuh) have any length. A flag stored after the data says that it is there.
-///   `counts` counts them per peer. Flags are never cleared: the count tells old from new.
+/// - Plain messages (peer_wait.cuh) are any bytes, up to `piece` each. A flag stored after the data says that
+///   it is there. `counts` counts them per peer. Flags are never cleared: the count tells old from new.
 /// - Sealed messages (peer_sealed.cuh) are short rows. Each word is its own flag, and the reader clears it to
 ///   0. `counts` counts them too; the flags of plain messages stay as they are.
 /// - Flagged words (peer_flagged_words.cuh) are a few bytes from many blocks. Each word has its flag beside

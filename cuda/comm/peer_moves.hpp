@@ -30,7 +30,8 @@ struct PeerMoves {
 void peer_move(const PeerChannel& channel, const PeerMoves& moves, int blocks, StreamHandle stream);
 
 /// out [count] = the sum over ranks r, in rank order and in f32, of in [count] of rank r. If `is_scatter`, in
-/// is [size, count] and out gets slice `rank`. `out` may be `in`, or the rank's own slice of it.
+/// is [size, count], and out gets the sum of slice `rank` of each. `out` may be `in`, or the rank's own slice
+/// of it.
 struct PeerReduction {
   const void* in = nullptr;
   void* out = nullptr;

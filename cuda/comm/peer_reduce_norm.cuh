@@ -230,7 +230,8 @@ __global__ void __launch_bounds__(kPeerNormThreads)
                      const __grid_constant__ PeerNormRows<T, W> rows,
                      const __grid_constant__ PeerNormPlan plan) {
   __shared__ std::uint32_t counts[kMaxPeers];
-  if (channel.waits.most_blocks == 0) start_next();  // else it could take the room of the peers' kernels
+  // Where ranks share the GPU the next kernel could take the room of the peers' kernels.
+  if (channel.waits.most_blocks == 0) start_next();
   wait_for_previous();
   Block(channel, rows, plan).run(counts);
 }

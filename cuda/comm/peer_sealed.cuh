@@ -32,8 +32,8 @@ __device__ __forceinline__ bool load_sealed(const std::byte* from, uint4& packet
 }
 
 /// Clears the place of a packet that has been read, for the message after the next. The sender may write that
-/// one once it has this block's next message, so the end of a kernel, or a __threadfence_system() and a
-/// barrier, must come between.
+/// one once it has this block's next message. So the end of a kernel, or a __threadfence_system() and a
+/// barrier, must come between the clearing and the sending of that next message.
 __device__ __forceinline__ void clear_sealed(std::byte* packet) {
   *reinterpret_cast<uint4*>(packet) = uint4{0, 0, 0, 0};
 }

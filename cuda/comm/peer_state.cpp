@@ -25,7 +25,8 @@ constexpr std::int64_t kFlaggedWords = 2048;      // of a block's slots of one p
 
 /// How much longer the host waits than the kernels, which record the peer that they waited for.
 constexpr milliseconds kRecordGrace{500};
-/// How long to wait for the report of the rank because of which a kernel has given up.
+/// If a kernel stopped because a peer gave up or the group was aborted: how long to wait for the report of
+/// that failure.
 constexpr milliseconds kCauseGrace{500};
 
 /// Offsets in bytes of the parts of a channel window, which begins with the poison words.

@@ -120,13 +120,15 @@ struct PartialRowInLines {
   }
 };
 
-/// One block per row, up to as many as the SMs hold; then blocks take several rows.
+/// A block takes share.rows() rows side by side. There are as many blocks as all rows need, up to two per SM
+/// (or PeerWaits::most_blocks); beyond that, blocks take further rows in turn.
 template <class T, int kCount, int kRanks>
 __global__ void __launch_bounds__(kCombineThreads)
     line_combine_kernel(const __grid_constant__ PeerWaits waits,
                         const __grid_constant__ WindowExchangeArgs args,
                         const __grid_constant__ CombineRows<T> rows, RowShare share) {
-  if (waits.most_blocks == 0) start_next();  // else it could take the room of kernels that it waits for
+  // Where ranks share the GPU the next kernel could take the room of the kernels that this one waits for.
+  if (waits.most_blocks == 0) start_next();
   const WindowPlace place(args);
   __syncthreads();
   const bool is_last = count_reader(args);

@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
     window_combine_kernel(const __grid_constant__ PeerWaits waits,
                           const __grid_constant__ WindowExchangeArgs args,
                           const __grid_constant__ CombineRows<T> rows, RowShare share) {
-  if (waits.most_blocks == 0) start_next();  // else it could take the room of kernels that it waits for
+  // Where ranks share the GPU the next kernel could take the room of the kernels that this one waits for.
+  if (waits.most_blocks == 0) start_next();
   wait_for_previous();
   const WindowPlace place(args);
   const std::int64_t slot_begin = place.slot_begin;

@@ -20,7 +20,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxPairs = 128;
 constexpr int kLanePairs = 2;    // that a thread turns at a time
-constexpr int kBlockHeads = 16;  // queries per block
+constexpr int kBlockHeads = 16;  // query heads per block
 
 template <class T>
 struct Queries {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_page(const Row& row, int at, float (&x)[kC
   store_vector(row.stored + at, x);
 }
 
-/// Grid: x over tokens; y: first the latent, then kBlockHeads queries per block.
+/// Grid: x over tokens; y: first the latent, then kBlockHeads query heads per block.
 template <class T, class S, bool kIsInterleaved>
 __global__ void __launch_bounds__(kThreads)
     prepare_latent_kernel(const __grid_constant__ Preparation<T, S> p) {

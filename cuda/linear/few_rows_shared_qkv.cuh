@@ -37,7 +37,8 @@ struct SharedQkv : Qkv<kMaxRows> {
     std::uint32_t sent = 0;
     bool has_stopped = false;
     Base::prepare(p, tiles, memory, [&] {
-      if (channel.waits.most_blocks == 0) start_next();  // else it could take the room of the peers' kernels
+      // Where ranks share the GPU the next kernel could take the room of the peers' kernels.
+      if (channel.waits.most_blocks == 0) start_next();
       sent = volatile_word(words().count());
       has_stopped = has_given_up(channel.waits);
     });

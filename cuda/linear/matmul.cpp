@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products through cuBLASLt: a handle, two workspaces, and a plan for each shape seen.
+// Products through cuBLASLt: a handle, two workspaces, and plans for up to kMaxPlans shapes.
 #include "cuda/linear/matmul.hpp"
 
 #include <array>

@@ -31,8 +31,9 @@ struct MatmulArgs {
 };
 
 /// out[h, r, n] = sum_k in[h, r, k] * weight[h, n, k] (+ bias[n]) (+ out[h, r, n]), with f32 sums. Sizes are
-/// at least 1. Pointers, and each row of `in` and `out`, are aligned to 16 bytes. Plans once for each shape
-/// (some host work, nothing on the stream), then only queues; capturable. A captured product keeps using the
+/// at least 1. Pointers, and each row of `in` and `out`, are aligned to 16 bytes. Plans at the
+/// first call of a shape (some host work, nothing on the stream), and again after thousands of others;
+/// otherwise only queues; capturable. A captured product keeps using the
 /// workspace of the stream it was captured on, so a graph and other products of that stream must not run
 /// concurrently. The library keeps such a stream alive, so that no later stream gets its handle; the owner of
 /// a borrowed stream must do so. Threads may call this concurrently, each with its own stream.

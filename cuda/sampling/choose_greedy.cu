@@ -192,7 +192,8 @@ template <bool kIsAligned, class T>
 __global__ void __launch_bounds__(kLogitThreads)
     choose_kernel(const __grid_constant__ PeerChannel channel, const __grid_constant__ ChoiceRows<T> rows) {
   __shared__ SharedState shared;
-  if (channel.waits.most_blocks == 0) start_next();  // else it could take the room of the peers' kernels
+  // Where ranks share the GPU the next kernel could take the room of the peers' kernels.
+  if (channel.waits.most_blocks == 0) start_next();
   wait_for_previous();
   ChoiceGroup<kIsAligned, T>(channel, rows, shared).run();
 }

@@ -136,13 +136,13 @@ __device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, const V
   for_each_logit<kIsAligned>(rows, RowBlocks::row(), visit);
 }
 
-/// An integer in the order of `logit`: flips the sign bit, and all bits of negative numbers; -0 counts as 0.
-/// Keys of 16-bit types drop the low bits, which are the same for all values of the type.
+/// Low bits that keys of 16-bit types drop, as they are the same for all values of the type.
 template <class T>
 constexpr int kKeyShift = std::is_same_v<T, bf16>  ? 16
                           : std::is_same_v<T, f16> ? 13
                                                    : 0;
 
+/// An integer in the order of `logit`: flips the sign bit, and all bits of negative numbers; -0 counts as 0.
 template <class T>
 __device__ __forceinline__ std::uint32_t key_of(float logit) {
   const std::uint32_t bits = __float_as_uint(logit + 0.0f);

@@ -11,8 +11,9 @@ namespace helix {
 // - a position on a rank, its chunk times KVP: kMaxTokens * kMaxRanks = 2^56;
 // - a page's elements: kMaxPageTokens * kMaxRowElements = 2^55, and its bits: 2^60;
 // - a step's widest buffer, the chosen experts' inputs, products and outputs: kMaxStepTokens * kMaxTopK * 4 *
-//   kMaxWidth = 2^58 elements, 2^60 bytes; logits of a step: kMaxStepTokens * kMaxVocabulary = 2^48. Sums
-//   over layers, pages and sequences may come to more: they saturate (integers.hpp) and are refused.
+//   kMaxWidth = 2^58 elements, 2^60 bytes; logits of a step: kMaxStepTokens * kMaxVocabulary = 2^48.
+//
+// Sums over layers, pages and sequences may come to more: they saturate (integers.hpp) and are refused.
 
 /// Most tokens of a sequence, of a chunk of KvLayout, and of all pages of a stage.
 inline constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;

@@ -61,9 +61,9 @@ constexpr double absorbed_work(const MlaShape& mla, const MlaChunk& chunk) {
 }
 
 /// Multiply-adds of one head on one rank if `chunk` attends expanded: W_UK and W_UV for each token that it
-/// sees, then keys and values of the heads' own sizes. With DeepSeek-V3's sizes each query and key take 320
-/// multiply-adds instead of 1088. In all, expansion takes fewer from about 170 query tokens after a long
-/// context, and at any length if the chunk is the whole sequence.
+/// sees, then keys and values of the heads' own sizes. With DeepSeek-V3's sizes each pair of a query and a
+/// key takes 320 multiply-adds instead of 1088. In all, expansion takes fewer from about 170 query tokens
+/// after a long context, and at any length if the chunk is the whole sequence.
 constexpr double expanded_work(const MlaShape& mla, const MlaChunk& chunk) {
   const auto tokens = static_cast<double>(chunk.tokens);
   const double pairs = tokens * (static_cast<double>(chunk.length) - (tokens - 1) / 2) / chunk.kvp;

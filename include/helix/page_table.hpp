@@ -16,8 +16,8 @@
 namespace helix {
 
 /// One rank's page table, [max_sequences, max_pages] int32, on the device and on the host. Its device address
-/// never changes. Entries without a page name `spare_page`. An entry that lost its page names it on the
-/// device before another sequence can be given that page.
+/// never changes. Entries without a page name `spare_page`. An entry that loses its page names
+/// `spare_page` on the device before another sequence can be given that page.
 template <QueueBackend B>
 class PageTable {
  public:

@@ -43,7 +43,7 @@ bool introduce(const BootstrapOptions& options, const JobKey& key, Hello hello, 
   }
   hello.proof = key.proof_of(hello, *challenge, hello.process);
   (void)send_all(socket.fd(), &hello, sizeof(hello), deadline, kKeepWaiting);  // recv reports a failure
-  // Wait until the deadline: rank 0 counts a rank that leaves once it is accepted as failed.
+  // Wait until the deadline: a rank that leaves after rank 0 has accepted it counts as failed.
   const auto reply = recv_message<Reply>(socket, deadline, read_reply, transfer);
   if (!reply) {
     reason = transfer == Transfer::late ? "it did not answer" : "the connection was closed";

@@ -28,9 +28,9 @@ inline Clock::time_point deadline_after(milliseconds timeout) {
 }
 
 /// The deadline of a wait, extended if this process slept meanwhile (stopped by a signal, or with its
-/// machine), because its peers may have slept too. It is extended by the time slept; the first long sleep
-/// restarts the whole wait. A sleep shows only as a late call of is_over(), so a waiter must wake at
-/// next_look() at the latest.
+/// machine), because its peers may have slept too. It is extended by the time slept; if the first sleep was
+/// longer than a quarter of the wait, the whole wait begins anew instead. A sleep shows only as a late call
+/// of is_over(), so a waiter must wake at next_look() at the latest.
 class Patience {
  public:
   explicit Patience(Clock::time_point deadline)

@@ -122,7 +122,7 @@ struct Watch {
   void wait_for_messages();
 
   Clock::time_point next_beat_ = Clock::now();
-  Clock::time_point awake_ = Clock::now();       // end of the time that checks count; excludes sleeps
+  Clock::time_point awake_ = Clock::now();       // checks count time up to here
   Clock::time_point last_moved_ = Clock::now();  // of this rank, as in Peer
   Beat last_beat_;
   std::vector<pollfd> entries_;  // the wake-up descriptor, then the peers

@@ -38,7 +38,9 @@ class RetiredMemory {
     {
       const std::lock_guard lock(mutex_);
       pages->next = std::exchange(gathering_, pages);
-      is_waiting_.store(true, std::memory_order_seq_cst);  // else take_free() sees a queue's last task
+      // Sequentially consistent: a queue sees this after its last task, or take_free() sees that task
+      // completed.
+      is_waiting_.store(true, std::memory_order_seq_cst);
       free_now = take_free();
     }
     free_all(free_now);

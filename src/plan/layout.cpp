@@ -59,8 +59,8 @@ void check_baseline(const Layout& layout, const Model& model, Report&& report) {
   }
 }
 
-/// Reports widths outside [1, kMaxRanks], which would make products of widths meaningless, and an unknown
-/// strategy or slices.
+/// Whether each width is in [1, kMaxRanks], without which products of widths would be meaningless, and
+/// strategy and slices are known ones. Reports what is not.
 template <class Report>
 bool widths_are_sound(const Layout& layout, Report&& report) {
   bool is_sound = true;

@@ -105,9 +105,10 @@ Comm& given_comm(std::string_view operation, std::string_view name, Comm* comm) 
 
 }  // namespace detail
 
-/// Allocates `bytes` of device memory that the ranks of `comm` may write in each other; zeroed, aligned to
-/// 256. Collective. A communicator that shares memory between ranks has allocate_window(bytes). For any other
-/// the memory is plain memory of the backend, and the ranks exchange nothing.
+/// Allocates `bytes` bytes of device memory on each rank of `comm`, which the other ranks may write; zeroed,
+/// aligned to 256 bytes. Collective. A communicator that shares memory between ranks has
+/// allocate_window(bytes). For any other the memory is plain memory of the backend, and the ranks exchange
+/// nothing.
 template <class B, class Comm>
 auto allocate_window(B& backend, [[maybe_unused]] Comm& comm, std::size_t bytes) {
   if constexpr (requires { comm.allocate_window(bytes); }) {

@@ -199,9 +199,9 @@ struct RouterLogitsArgs {
 
 /// Arguments of route(), which chooses top_k different experts for each token: those with the largest score +
 /// bias, the smaller id on ties. Only the choice uses `bias`; the weights are the unbiased scores. In the
-/// choice a NaN score of an expert or a group counts as -inf, so it comes last. If such an expert is chosen
-/// all the same, its weight is NaN. The backends of this library take up to kMaxRoutedExperts experts; more
-/// is Error(unsupported).
+/// choice a NaN, as score + bias of an expert or as score of a group, counts as -inf, so it comes last. If an
+/// expert whose score is NaN is chosen all the same, its weight is NaN. The backends of this library take up
+/// to kMaxRoutedExperts experts; more is Error(unsupported).
 struct RouteArgs {
   TensorView<const float, 2> logits;  ///< [tokens, E].
   const float* bias = nullptr;        ///< [E] or nullptr.

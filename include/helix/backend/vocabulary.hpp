@@ -34,7 +34,7 @@ struct SamplingConfig {
   float temperature = 0.0f;  ///< 0: greedy, whatever the cuts.
   float top_p = 1.0f;        ///< Probability of the nucleus, in (0, 1].
   float min_p = 0.0f;        ///< Share of the largest probability that a token must have, in [0, 1].
-  std::int32_t top_k = 0;    ///< Tokens kept, and those as likely as the k-th; 0: all.
+  std::int32_t top_k = 0;    ///< Likeliest tokens kept, ties with the last too; 0: all.
   std::uint64_t seed = 0;
 
   friend bool operator==(const SamplingConfig&, const SamplingConfig&) = default;

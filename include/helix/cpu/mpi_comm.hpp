@@ -31,8 +31,9 @@ class HELIX_API MpiSession {
   /// right after.
   MpiSession(int* argc, char*** argv, std::chrono::milliseconds timeout = std::chrono::seconds(60));
   /// Calls MPI_Finalize, which waits for all ranks for as long as they are busy. If a rank gives no sign of
-  /// life for the timeout, the job is aborted, and the message names the rank. If an exception leaves the
-  /// session, the job is aborted instead: the other ranks may never come.
+  /// life for the timeout, the job is aborted, and the message names the rank. If the session
+  /// is destroyed because an exception leaves its scope, the job is aborted instead: the other ranks may
+  /// never come.
   ~MpiSession();
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;

@@ -38,8 +38,8 @@ enum class KernelTarget {
 /// cores.
 ///
 /// Threads may queue operations at the same time, each on a stream of its own. The setters, queue_download()
-/// and take_download() take one thread at a time. Calls of partial_attention() on several streams must be
-/// ordered by events.
+/// and take_download(), and Backend::download(), which uses both, take one thread at a time. Calls of
+/// partial_attention() on several streams must be ordered by events.
 template <class T>
 class HELIX_API Operators {
  public:

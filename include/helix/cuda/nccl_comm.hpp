@@ -52,9 +52,9 @@ class HELIX_API NcclComm {
     one_at_a_time,
   };
 
-  /// Uses an engine's communicator (ncclComm_t), which the engine keeps alive and destroys. abort() aborts it
-  /// only if `may_abort`. Otherwise later calls throw, but the device keeps waiting until the engine acts:
-  /// the engine must abort its communicator to end a wait of synchronize().
+  /// Uses an engine's communicator (ncclComm_t), which the engine keeps alive and destroys. A failure or
+  /// abort() aborts it only if `may_abort`. Otherwise later calls and synchronize() still throw, but work
+  /// that waits on the device keeps waiting until the engine aborts its communicator.
   static NcclComm borrow(ncclComm* comm, bool may_abort = false,
                          std::chrono::milliseconds timeout = std::chrono::seconds(60));
 

@@ -65,8 +65,9 @@ class HELIX_API PeerWindow {
 ///   wait. Set CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment before the
 ///   first call of CUDA. Threads that share a GPU meet on the host before and after they queue what is not
 ///   captured, and allocations of this library wait meanwhile. A call is captured by all ranks or by none.
-///   Memory from elsewhere does not wait, nor does any while captured steps run: no rank may then allocate or
-///   free memory, as capturing a Graph does.
+///   Allocations made elsewhere do not wait, and none waits while captured steps run. While kernels may wait,
+///   no rank may therefore allocate or free memory elsewhere, nor at all while captured steps run; capturing
+///   a Graph does both.
 /// - Large messages, except those of all_to_all_v, go over NCCL if each rank has a GPU of its own and
 ///   `use_nccl` is set. So does everything of a group of several islands. transport() tells which is used.
 /// - Sums are in f32 and in rank order, with the same bits on all ranks; those over NCCL are as NcclComm
@@ -176,10 +177,10 @@ class HELIX_API PeerComm {
   /// Waits for the work queued before the event was recorded, as synchronize(Stream) waits for a stream.
   void synchronize(const Event& event) const;
 
-  /// Calls queue(channel) and returns its result. It must queue one kernel of this library on `stream`, which
-  /// reaches the peers through `channel`. `operation`, a string literal, names the kernel. Collective over
-  /// the group; only with windows. @throws Error(peer_failed) once any rank failed; what `queue` throws,
-  /// which ends the group, unless hosts meet and it throws on all ranks.
+  /// Calls queue(channel) and returns its result. `queue` queues one kernel of this library on `stream`,
+  /// which reaches the peers through `channel`, or on all ranks none. `operation`, a string literal, names
+  /// the kernel. Collective over the group; only with windows. @throws Error(peer_failed) once any rank
+  /// failed; what `queue` throws, which ends the group, unless hosts meet and it throws on all ranks.
   template <class Queue>
   auto queue_kernel(const char* operation, Stream stream, const Queue& queue) const {
     std::invoke_result_t<const Queue&, const PeerChannel&> result{};

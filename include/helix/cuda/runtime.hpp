@@ -103,8 +103,8 @@ HELIX_API void synchronize(const Event& event);
 /// Milliseconds between two events made with timing, both of which have happened.
 HELIX_API float elapsed_ms(const Event& start, const Event& stop);
 
-/// An engine's functions for device memory, used for all that Operators allocate. Give both or neither;
-/// CUDA's own are used then. Copies may outlive the Operators, because buffers free with them.
+/// An engine's functions for device memory, used for all that Operators allocate. Give both, or neither to
+/// use CUDA's own. Copies may outlive the Operators, because buffers free with them.
 struct Allocator {
   /// Returns `bytes` (above 0) of memory of the calling thread's device, aligned to 256, that any stream may
   /// use at once; null if there is none. May throw. Called on whichever thread allocates, while no stream of

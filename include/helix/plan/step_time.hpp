@@ -94,7 +94,7 @@ struct OperatorTime {
   CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;  ///< Collectives only
   int ranks = 1;                                              ///< Ranks of the collective's group
 
-  /// Time of all runs that nothing hides.
+  /// The part of the time that nothing hides, over all runs.
   Time exposed() const { return (time - hidden) * count; }
 };
 
