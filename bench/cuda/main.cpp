@@ -8,15 +8,15 @@
 
 #include <benchmark/benchmark.h>
 
-#include <helix/cuda/environment.hpp>
 #include <helix/cuda/runtime.hpp>
 
 #include "cases.hpp"
+#include "examples/nccl_environment.hpp"
 
 int main(int argc, char** argv) {
-  helix::cuda::turn_nccl_multicast_off();
-  helix::cuda::let_ranks_share_a_gpu();
-  helix::cuda::promise_nccl_one_graph_at_a_time();
+  helix::turn_nccl_multicast_off();
+  helix::let_ranks_share_a_gpu();
+  helix::promise_nccl_one_graph_at_a_time();
   const int num_gpus = helix::cuda::device_count();
   const bool is_listing = std::any_of(argv + 1, argv + argc, [](const char* argument) {
     return std::string_view(argument) == "--benchmark_list_tests";

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The main function of the CUDA tests.
 #define CATCH_CONFIG_RUNNER
-#include <helix/cuda/environment.hpp>
-
+#include "examples/nccl_environment.hpp"
 #include "support/catch.hpp"
 #include "support/skipped.hpp"
 
 int main(int argc, char** argv) {
-  helix::cuda::turn_nccl_multicast_off();
-  helix::cuda::let_ranks_share_a_gpu();
+  helix::turn_nccl_multicast_off();
+  helix::let_ranks_share_a_gpu();
   return helix::test::exit_code(Catch::Session().run(argc, argv));
 }

@@ -17,7 +17,6 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/tuning.hpp>
-#include <helix/cuda/environment.hpp>
 #include <helix/error.hpp>
 
 #include "checkpoint/mapped_file.hpp"
@@ -29,6 +28,7 @@
 #include "cli/options.hpp"
 #include "cli/report.hpp"
 #include "cli/warnings.hpp"
+#include "examples/nccl_environment.hpp"
 #include "serve/frontend.hpp"
 
 namespace helix::decode {
@@ -139,9 +139,9 @@ int main(int argc, char** argv) {
   using namespace helix::decode;
   prepare_standard_streams();
   guard_mappings("helix-decode");
-  helix::cuda::turn_nccl_multicast_off();
-  helix::cuda::promise_nccl_one_graph_at_a_time();
-  if (asks_for_peer_memory({argv, static_cast<std::size_t>(argc)})) helix::cuda::let_ranks_share_a_gpu();
+  helix::turn_nccl_multicast_off();
+  helix::promise_nccl_one_graph_at_a_time();
+  if (asks_for_peer_memory({argv, static_cast<std::size_t>(argc)})) helix::let_ranks_share_a_gpu();
   std::unique_ptr<Launcher> launcher = make_thread_launcher();  // replaced once the device is known
   try {
     // The other processes wait for this one, so an error is sent to all of them before this process ends.
