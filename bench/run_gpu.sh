@@ -19,7 +19,7 @@ if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
   exit 0
 fi
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 build="$(realpath -m "${1:-$root/build/cuda}")"
 shift $(($# > 0 ? 1 : 0))
 results="${HELIX_RESULTS:-$root/bench/results}"
@@ -48,6 +48,10 @@ if is_of_this_checkout; then
   cmake --build "$build"
   commit="$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)"
   [[ -z "$(git -C "$root" status --porcelain --untracked-files=no 2>/dev/null)" ]] || commit+=-changed
+fi
+if [[ ! -x "$build/bench/helix-bench-cuda" ]]; then
+  echo "bench/run_gpu.sh: $build has no bench/helix-bench-cuda; give a build folder of this checkout with HELIX_CUDA=ON and HELIX_BENCH=ON" >&2
+  exit 1
 fi
 shopt -s nullglob
 tests=("$build"/tests/cuda/cuda_*_test)

@@ -146,14 +146,14 @@ void Frontend::guard(const Body& body) noexcept {
   try {
     body();
   } catch (const std::bad_alloc&) {
-    end_reading("no memory for what came on standard input");
+    give_up("no memory for what came on standard input");
   } catch (const std::exception& error) {
-    end_reading(error.what());
+    give_up(error.what());
   }
   changed_.notify_all();
 }
 
-void Frontend::end_reading(std::string why) {
+void Frontend::give_up(std::string why) {
   const std::scoped_lock lock(mutex_);
   lines_.clear();
   std::string().swap(pending_);

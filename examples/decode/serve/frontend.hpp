@@ -72,8 +72,8 @@ class Frontend {
   /// the frontend is closing.
   bool wait_for_room();
   /// Gives up both directions after a thread's exception: what waits is dropped, and finish() returns `why`.
-  void end_reading(std::string why);
-  /// Runs the body of a thread, and ends reading on any exception.
+  void give_up(std::string why);
+  /// Runs the body of a thread, and gives up on any exception.
   template <class Body>
   void guard(const Body& body) noexcept;
 
