@@ -78,10 +78,8 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
   helix::ShardedKVCache<Backend> cache(backend, topo, {.dtype = helix::DType::f32, .layers = 1, .pages = 16});
   const helix::RankShape shape = topo.rank_shape(rank);
   helix::HopB<Backend> hop_b(backend, /*max_slices=*/4);
-  helix::KvpAllToAll<Backend> exchange(backend, {.max_tokens = kPrompt,
-                                                 .num_query_heads = shape.query_heads,
-                                                 .value_dim = shape.value_dim,
-                                                 .max_slices = hop_b.max_slices()});
+  helix::KvpAllToAll<Backend> exchange(backend,
+                                       helix::KvpAllToAllSpec::of_layers(shape, kPrompt, hop_b.max_slices()));
   helix::BatchBuffer<Backend> batch(backend, 1, kPrompt);
   Backend::Buffer workspace = backend.allocate(helix::decode_layer_workspace_bytes(backend, shape, kPrompt));
   const helix::SequenceId sequence = cache.add(kPrompt + kSteps);

@@ -314,6 +314,57 @@ TEST_CASE("A KVP communicator that is not the topology's is refused with both ra
   }
 }
 
+TEST_CASE("A KVP group of the right size with ranks of two groups is out of step, not a wrong result") {
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(3, layer.hidden, 9);
+  const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
+  for (const int slices : {1, 2}) {
+    const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
+      const RankCoordinates at = topo.stage_coordinates(comm.rank());
+      // {0, 3} and {1, 2} for {0, 2} and {1, 3}: all have the rank that they should.
+      CpuBackend backend(comm, comm.split((at.tpa_rank + at.kvp_rank) % 2, at.kvp_rank));
+      LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = slices});
+      rank.prepare(script.steps[0]);
+      rank.launch();
+      rank.finish(script.steps[0]);
+    });
+    CAPTURE(slices, outcomes.all_messages());
+    int out_of_step = 0;
+    for (int r = 0; r < 4; ++r) {
+      REQUIRE(outcomes.code(r).has_value());
+      CHECK((outcomes.code(r) == ErrorCode::out_of_step || outcomes.code(r) == ErrorCode::peer_failed));
+      out_of_step += outcomes.code(r) == ErrorCode::out_of_step ? 1 : 0;
+    }
+    CHECK(out_of_step >= 1);
+    CHECK(outcomes.all_messages().find("the communicator has ranks of several groups") != std::string::npos);
+  }
+}
+
+TEST_CASE("An exchange that was built for another KVP group is refused") {
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(3, layer.hidden, 9);
+  const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
+  const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
+    auto backend = make_backend<CpuBackend>(topo, comm);
+    LayerRank<CpuBackend> rank(backend, topo, layer, script, {});
+    KvpAllToAllSpec spec =
+        KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(), /*max_slices=*/4);
+    spec.group = 2;
+    KvpAllToAll<CpuBackend> other(backend, spec);
+    rank.prepare(script.steps[0]);
+    DecodeLayerOptions<CpuBackend> options = rank.layer_options();
+    options.exchange = &other;
+    decode_layer(backend, topo.rank_shape(comm.rank()), rank.config(), rank.weights(), rank.cache().layer(0),
+                 rank.batch().batch(), rank.hidden(), options, rank.stream());
+  });
+  for (int r = 0; r < 4; ++r) {
+    CAPTURE(r, outcomes.message(r));
+    CHECK(outcomes.code(r) == ErrorCode::invalid_argument);
+    CHECK(outcomes.message(r).find("built for KVP group 2, this rank has TPA rank " +
+                                   std::to_string(r % 2)) != std::string::npos);
+  }
+}
+
 TEST_CASE("A workspace that is too small is told all that the step needs") {
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);

@@ -316,6 +316,37 @@ TEST_CASE("the epoch of a message depends on each position and its place, and is
   CHECK(epoch(41, {6, 5, -1, 1'000'000}) != epoch(41, base));
 }
 
+TEST_CASE("a message of another group is an error, whether or not both are at the same step") {
+  for (const int steps_ahead : {0, 1}) {
+    const RankOutcomes outcomes = run_ranks(2, [&](cpu::LocalComm& comm) {
+      CpuBackend backend(comm, comm.split(0, comm.rank()));
+      const auto stream = backend.create_stream();
+      Exchange exchange(backend,
+                        {.max_tokens = 2, .num_query_heads = 2, .value_dim = 4, .group = comm.rank()});
+      const Attended attended(0, comm.rank(), 2, 2, 4);
+      const std::vector<std::int64_t> positions{3, 4 + steps_ahead * comm.rank()};
+      exchange.exchange(attended.view, positions.data(), stream);
+      backend.synchronize(stream);
+    });
+    CAPTURE(steps_ahead, outcomes.all_messages());
+    CHECK(outcomes.all_messages().find("is of KVP group") != std::string::npos);
+    for (int rank = 0; rank < 2; ++rank) {
+      REQUIRE(outcomes.code(rank).has_value());
+      CHECK((outcomes.code(rank) == ErrorCode::out_of_step || outcomes.code(rank) == ErrorCode::peer_failed));
+    }
+  }
+}
+
+TEST_CASE("groups begin with counts that differ, and whose parity is the same") {
+  for (int group = 0; group < 256; ++group) {
+    CHECK(first_exchange_count(group) % 2 == 0);
+    for (int other = 0; other < group; ++other)
+      CHECK(first_exchange_count(group) >> 24 != first_exchange_count(other) >> 24);
+  }
+  CHECK(first_exchange_count(0) == 0);
+  CHECK(first_exchange_count(256) == 0);
+}
+
 TEST_CASE("ranks that disagree on the number of tokens fail alike") {
   const RankOutcomes outcomes = run_ranks(2, [](cpu::LocalComm& comm) {
     CpuBackend backend(comm, comm.split(0, comm.rank()));
@@ -445,6 +476,8 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
   CHECK_THROWS_AS(Exchange(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4, .max_slices = 0}),
                   Error);
   CHECK_THROWS_AS(Exchange(backend, {.max_tokens = -1, .num_query_heads = 2, .value_dim = 4}), Error);
+  CHECK_THROWS_AS(Exchange(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4, .group = -1}),
+                  Error);
   for (const std::int64_t size : {std::int64_t{1} << 33, std::int64_t{1} << 60, std::int64_t{1} << 62}) {
     CAPTURE(size);
     const auto refuses = [&](const KvpAllToAllSpec& spec) {

@@ -127,10 +127,7 @@ class DecodeRank {
         cache_(rank.backend, topo, cache_spec()),
         batch_(rank.backend, plan_.batch, plan_.batch),
         shape_(topo.rank_shape(rank.index())),
-        exchange_(rank.backend, {.max_tokens = plan_.batch,
-                                 .num_query_heads = shape_.query_heads,
-                                 .value_dim = kModel.head_dim,
-                                 .max_slices = kMaxSlices}),
+        exchange_(rank.backend, KvpAllToAllSpec::of_layers(shape_, plan_.batch, kMaxSlices)),
         hop_b_(rank.backend, kMaxSlices),
         weights_at_(
             random_bf16(static_cast<std::int64_t>(layer_bytes_.weights() / kBf16Bytes) * plan_.weight_sets,

@@ -142,11 +142,8 @@ __device__ void check_headers(const Check& check) {
   const auto* header =
       reinterpret_cast<const std::uint32_t*>(args.messages + wrong_peer * args.message_bytes);
   failure->peer = wrong_peer;
-  failure->sender = header[3];
-  failure->epoch = header[0] | static_cast<std::uint64_t>(header[1]) << 32;
-  failure->expected_epoch = expected_epoch;
-  failure->tokens = header[2];
-  failure->expected_tokens = static_cast<std::uint32_t>(args.tokens);
+  failure->header = {header[0] | static_cast<std::uint64_t>(header[1]) << 32, header[2], header[3]};
+  failure->expected = {expected_epoch, static_cast<std::uint32_t>(args.tokens), wrong_peer};
   __threadfence_system();  // a host that sees is_complete sees the rest
   *static_cast<volatile std::uint32_t*>(&failure->is_complete) = 1u;
 }

@@ -95,16 +95,7 @@ namespace {
 /// Throws the failure that a kernel recorded, if any.
 void throw_if_failed(const FailureRecord& failure) {
   if (std::atomic_ref<const std::uint32_t>(failure.is_complete).load(std::memory_order_acquire) == 0) return;
-  const auto count = [](std::uint64_t epoch) { return epoch & 0xffffffffu; };
-  const auto hash = [](std::uint64_t epoch) { return epoch >> 32; };
-  HELIX_EXPECTS(failure.sender == failure.peer, ErrorCode::out_of_step,
-                "exchange: what came from group rank ", failure.peer,
-                " is no message of it: ranks exchange different numbers of tokens, or another rank's came");
-  throw Error(ErrorCode::out_of_step, "exchange: the message from group rank ", failure.peer, " says step ",
-              count(failure.epoch), ", ", failure.tokens, " tokens, positions of hash ", hash(failure.epoch),
-              "; expected step ", count(failure.expected_epoch), ", ", failure.expected_tokens,
-              " tokens, positions of hash ", hash(failure.expected_epoch),
-              ": a rank skipped or repeated a step");
+  check_exchange_header(failure.peer, failure.header, failure.expected);
 }
 
 }  // namespace

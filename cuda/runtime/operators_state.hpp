@@ -30,11 +30,8 @@ bool has_hopper_code();
 struct FailureRecord {
   std::uint32_t is_complete = 0;  ///< written last
   std::uint32_t peer = 0;         ///< check_exchange: the peer whose message is wrong
-  std::uint32_t sender = 0;
-  std::uint64_t epoch = 0;
-  std::uint64_t expected_epoch = 0;
-  std::uint32_t tokens = 0;
-  std::uint32_t expected_tokens = 0;
+  ExchangeHeader header{};        ///< What the message begins with.
+  ExchangeHeader expected{};      ///< What it should, but for the sender.
 };
 
 /// cuBLASLt handle, workspace and plans of a rank. Defined in cuda/linear/matmul.cpp.

@@ -69,11 +69,10 @@ int main() {
   config.rope = {.inverse_frequency = inverse_frequency.data(), .rotary_dim = kHeadDim};
 
   helix::ShardedKVCache<Backend> cache(backend, topo, {.layers = 1, .page_tokens = 16, .pages = 4});
-  helix::KvpAllToAll<Backend> exchange(backend,
-                                       {.max_tokens = 1, .num_query_heads = kHeads, .value_dim = kHeadDim});
+  const helix::RankShape shape = topo.rank_shape(/*stage_rank=*/0);
+  helix::KvpAllToAll<Backend> exchange(backend, helix::KvpAllToAllSpec::of_layers(shape, /*max_tokens=*/1));
   helix::HopB<Backend> hop_b(backend, /*max_slices=*/1);
   helix::BatchBuffer<Backend> batch(backend, /*max_sequences=*/1, /*max_tokens=*/1);
-  const helix::RankShape shape = topo.rank_shape(/*stage_rank=*/0);
   Backend::Buffer workspace =
       backend.allocate(helix::decode_layer_workspace_bytes(backend, shape, /*max_tokens=*/1));
   const helix::DecodeLayerOptions<Backend> options{

@@ -9,6 +9,7 @@
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 #include <helix/limits.hpp>
+#include <helix/rank_shape.hpp>
 
 namespace helix {
 
@@ -21,6 +22,20 @@ struct KvpAllToAllSpec {
   /// Whether steps of few bytes over windows may travel as lines (PartialTarget::lines), if the backend
   /// supports lines. Set it to false for an attention of your own that writes out and lse only.
   bool has_lines = true;
+  /// Number of the KVP group in its stage, which its ranks share: their TPA rank. If a communicator has ranks
+  /// of several groups, what they exchange is then an Error instead of a wrong result: out_of_step, over
+  /// windows a timeout. Numbers that differ by a multiple of 256 are not told apart.
+  int group = 0;
+
+  /// For the layers of a rank, in steps of up to `max_tokens` tokens.
+  static constexpr KvpAllToAllSpec of_layers(const RankShape& shape, std::int64_t max_tokens,
+                                             int max_slices = 1) {
+    return {.max_tokens = max_tokens,
+            .num_query_heads = shape.query_heads,
+            .value_dim = shape.value_dim,
+            .max_slices = max_slices,
+            .group = shape.tpa_rank()};
+  }
 };
 
 namespace detail {
@@ -32,6 +47,8 @@ inline KvpAllToAllSpec checked_exchange_spec(const KvpAllToAllSpec& spec, int kv
                 ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads, " query heads over KVP ",
                 kvp, ", value_dim ", spec.value_dim, ", max_tokens ", spec.max_tokens, ", max_slices ",
                 spec.max_slices, "; KVP must divide the heads and sizes be positive");
+  HELIX_EXPECTS(spec.group >= 0, ErrorCode::invalid_argument, "KvpAllToAll: group is ", spec.group,
+                "; it must be 0 or more: the TPA rank of its ranks");
   HELIX_EXPECTS(spec.max_tokens <= kMaxStepTokens && spec.num_query_heads <= kMaxCount &&
                     spec.value_dim <= kMaxRowElements / spec.num_query_heads,
                 ErrorCode::invalid_argument, "KvpAllToAll: max_tokens is ", spec.max_tokens, ", at most ",

@@ -42,6 +42,7 @@ class KvpAllToAll {
         windows_(spec, kvp_),
         exchanges_(backend.allocate(kExchangeCountBytes)) {
     if (kvp_ == 1) return;
+    set_first_count();
     has_windows_ = windows_.open(backend);
     if (!has_windows_) allocate_messages();
   }
@@ -201,6 +202,14 @@ class KvpAllToAll {
     typename B::Buffer sent = backend_->allocate(bytes);
     received_ = helix::allocate_window(*backend_, *backend_->comms().kvp, bytes);
     sent_ = std::move(sent);  // both or none
+  }
+
+  void set_first_count() {
+    const std::uint64_t count = first_exchange_count(spec_.group);
+    if (count == 0) return;  // as allocated
+    const Stream stream = backend_->create_stream();
+    backend_->upload(exchanges_.data(), &count, sizeof(count), stream);
+    backend_->synchronize(stream);
   }
 
   std::uint64_t* exchanges() const { return reinterpret_cast<std::uint64_t*>(exchanges_.data()); }

@@ -262,6 +262,10 @@ void check_layer_exchange(const RankShape& shape, const Batch& batch, const Opti
                 ErrorCode::invalid_argument, "decode_layer: the exchange was built for ", exchange.max_tokens,
                 " tokens of ", exchange.num_query_heads, " heads of ", exchange.value_dim, "; this step has ",
                 batch.num_tokens(), " tokens of ", shape.query_heads, " heads of ", shape.value_dim);
+  HELIX_EXPECTS(shape.kvp == 1 || exchange.group == shape.tpa_rank(), ErrorCode::invalid_argument,
+                "decode_layer: the exchange was built for KVP group ", exchange.group,
+                ", this rank has TPA rank ", shape.tpa_rank(),
+                "; set KvpAllToAllSpec::group to it, or build the spec by of_layers()");
   HELIX_EXPECTS(shape.kvp == 1 || options.hop_b->max_slices() <= exchange.max_slices,
                 ErrorCode::invalid_argument, "decode_layer: HopB was built for up to ",
                 options.hop_b->max_slices(), " slices and the exchange for ", exchange.max_slices,

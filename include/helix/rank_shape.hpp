@@ -30,6 +30,8 @@ struct RankShape {
   std::int64_t top_k = 0;
   Range experts{};  ///< Global ids of the routed experts that the rank holds.
 
+  constexpr int tpa() const { return stage_size / kvp; }
+  constexpr int tpa_rank() const { return stage_rank % tpa(); }
   /// Columns of the fused projection of grouped-query attention: q, k and v.
   std::int64_t qkv_columns() const { return query_heads * head_dim + kv_heads * (head_dim + value_dim); }
   /// Columns of queries in MlaWeights::qkv_a's product: the query LoRA, or without one all heads. Only with

@@ -61,19 +61,10 @@ void write_headers(const StampArgs& args) {
 void check_headers(const CheckExchangeArgs& args) {
   ExchangeHeader own;
   std::memcpy(&own, args.sent, sizeof(own));
-  const std::uint64_t epoch = own.epoch;
-  const auto count = [](std::uint64_t e) { return e & 0xffffffffu; };
-  const auto hash = [](std::uint64_t e) { return e >> 32; };
   for (std::int64_t peer = 0; peer < args.peers; ++peer) {
     ExchangeHeader header;
     std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
-    HELIX_EXPECTS(header.sender == peer, ErrorCode::out_of_step, "exchange: what came from group rank ", peer,
-                  " is no message of it: ranks exchange different numbers of tokens, or another rank's came");
-    HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens, ErrorCode::out_of_step,
-                  "exchange: the message from group rank ", peer, " says step ", count(header.epoch), ", ",
-                  header.tokens, " tokens, positions of hash ", hash(header.epoch), "; expected step ",
-                  count(epoch), ", ", args.tokens, " tokens, positions of hash ", hash(epoch),
-                  ": a rank skipped or repeated a step");
+    check_exchange_header(peer, header, own);
   }
 }
 

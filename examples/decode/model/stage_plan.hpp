@@ -60,10 +60,7 @@ struct RankMemory {
 
 /// The specification of the exchange that a rank's steps need.
 inline KvpAllToAllSpec exchange_spec(const RankShape& shape, const StageLimits& limits) {
-  return {.max_tokens = limits.max_step_tokens,
-          .num_query_heads = shape.query_heads,
-          .value_dim = shape.value_dim,
-          .max_slices = limits.max_slices};
+  return KvpAllToAllSpec::of_layers(shape, limits.max_step_tokens, limits.max_slices);
 }
 
 /// Bytes of the buffers that the steps of one rank of `stage` use, without weights and cache.

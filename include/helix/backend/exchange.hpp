@@ -10,9 +10,9 @@
 #include <helix/backend/communicator.hpp>
 #include <helix/backend/queue.hpp>
 #include <helix/error.hpp>
-#include <helix/kv_layout.hpp>
+#include <helix/exchange_header.hpp>
+#include <helix/host_device.hpp>
 #include <helix/lse.hpp>
-#include <helix/splitmix64.hpp>
 #include <helix/tensor_view.hpp>
 
 namespace helix {
@@ -38,40 +38,6 @@ struct Partial {
   TensorView<float, 2> lse;
 };
 
-/// The header that a packed message begins with; ExchangeMessage says what follows.
-struct ExchangeHeader {
-  std::uint64_t epoch = 0;  ///< exchange_epoch() of the sender (invariant 13).
-  std::uint32_t tokens = 0;
-  std::uint32_t sender = 0;  ///< kvp_rank of the sender.
-};
-
-/// Term that the position at `index` of a step adds to the sum in exchange_epoch().
-HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch_term(std::int64_t position, std::int64_t index) {
-  return detail::splitmix64_mix(static_cast<std::uint64_t>(position) +
-                                static_cast<std::uint64_t>(index + 1) * detail::kSplitmix64Step);
-}
-
-/// The epoch in a message header: the number of the sender's exchanges, this one included, plus a hash of the
-/// positions in the upper half. `terms` is the sum of exchange_epoch_term() over the positions, which threads
-/// may share out; 0 without positions.
-///
-/// The count alone cannot tell steps apart: a collective pairs the n-th call of each rank with the n-th call
-/// of the others, even if one of them has skipped a step. The positions of consecutive steps differ because
-/// sequences grow. Where they do not (two prompts of one length in turn, or steps of padding), a rank that
-/// skips the first of the two steps goes undetected.
-HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, std::uint64_t terms) {
-  return exchanges + (terms >> 32 << 32);
-}
-
-/// The epoch of a step with `positions` [tokens]; nullptr: the count alone.
-constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, const std::int64_t* positions,
-                                       std::int64_t tokens) {
-  std::uint64_t terms = 0;
-  for (std::int64_t i = 0; positions != nullptr && i < tokens; ++i)
-    terms += exchange_epoch_term(positions[i], i);
-  return exchange_epoch(exchanges, terms);
-}
-
 /// Arguments of stamp(), which writes the headers of `count` messages, `message_bytes` apart. Each gets the
 /// epoch exchange_epoch(`*exchanges` + 1, positions, tokens), `tokens` and `sender`. Adds one to
 /// `*exchanges`.
@@ -92,14 +58,6 @@ struct TargetSlot {
   const std::uint64_t* exchanges = nullptr;
   std::int64_t bytes = 0;
 };
-
-/// Tag of row `token` in an exchange of `tokens` tokens that travels as lines. It lies in the row's lse line,
-/// next to the number of the exchange. `positions` is [tokens], or nullptr: zeros.
-HELIX_HOST_DEVICE constexpr std::uint32_t exchange_row_tag(const std::int64_t* positions, std::int64_t token,
-                                                           std::int64_t tokens) {
-  const std::int64_t position = positions == nullptr ? 0 : positions[token];
-  return static_cast<std::uint32_t>(position) + static_cast<std::uint32_t>(tokens) * 0x9e3779b9u;
-}
 
 inline constexpr std::int64_t kExchangeLineBytes = 16;     ///< Bytes of a line of LineRows.
 inline constexpr std::int64_t kExchangeLineDataBytes = 8;  ///< Bytes of data in a line of LineRows.
