@@ -105,7 +105,7 @@ class Rank {
                 .chunk = kChunk,
                 .max_sequences = 1}),
         batch_(backend_, 1, 1),
-        exchange_(backend_, KvpAllToAllSpec::of_layers(shape_, 1)),
+        exchange_(backend_, helix::KvpAllToAllSpec::of_layers(shape_, 1)),
         hop_b_(backend_, 1),
         hidden_(static_cast<std::size_t>(kModel.hidden)) {
     fill_weights(topo);

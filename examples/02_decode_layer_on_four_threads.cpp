@@ -3,6 +3,7 @@
 // the result with that of one rank.
 #include <cmath>
 #include <cstdio>
+#include <exception>
 #include <random>
 #include <thread>
 #include <vector>
@@ -114,12 +115,23 @@ int main() {
 
   const helix::Topology topo({.kvp = 2, .tpa = 2}, kShape);
   std::vector<Matrix> results(4);
+  std::vector<std::exception_ptr> failures(4);
   std::vector<std::thread> ranks;
   for (helix::cpu::LocalComm& comm : helix::cpu::LocalComm::create_group(4)) {
-    ranks.emplace_back(
-        [&, comm] { results[static_cast<std::size_t>(comm.rank())] = run_rank(model, topo, comm); });
+    ranks.emplace_back([&, comm]() mutable {
+      const auto rank = static_cast<std::size_t>(comm.rank());
+      try {
+        results[rank] = run_rank(model, topo, comm);
+      } catch (const std::exception& error) {
+        comm.abort(error.what());  // wakes the other ranks
+        failures[rank] = std::current_exception();
+      }
+    });
   }
   for (std::thread& rank : ranks) rank.join();
+  for (const std::exception_ptr& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
 
   float worst = 0.0f;
   for (const Matrix& result : results) {

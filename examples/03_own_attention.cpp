@@ -3,11 +3,13 @@
 // ownership, the exchange of partials and the combine from Helix. It needs only the headers: nothing is
 // linked.
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <new>
 #include <random>
@@ -29,6 +31,7 @@ class EngineComm {
  public:
   struct Room {
     std::barrier<> door{kKvp};
+    std::atomic<bool> has_failed = false;
     const std::byte* sent[kKvp] = {};
   };
   EngineComm(Room& room, int rank) : room_(&room), rank_(rank) {}
@@ -37,18 +40,26 @@ class EngineComm {
   int size() const { return kKvp; }
   void all_to_all(const void* in, void* out, std::int64_t bytes, int /*stream*/) {
     room_->sent[rank_] = static_cast<const std::byte*>(in);
-    room_->door.arrive_and_wait();
+    meet();
     for (int peer = 0; peer < kKvp; ++peer) {
       std::memcpy(static_cast<std::byte*>(out) + peer * bytes, room_->sent[peer] + rank_ * bytes,
                   static_cast<std::size_t>(bytes));
     }
-    room_->door.arrive_and_wait();
+    meet();
   }
+  /// Wakes the other ranks, now and at each later meeting.
   void abort(std::string_view reason) noexcept {
-    std::fprintf(stderr, "%.*s\n", static_cast<int>(reason.size()), reason.data());
+    std::fprintf(stderr, "rank %d: %.*s\n", rank_, static_cast<int>(reason.size()), reason.data());
+    room_->has_failed = true;
+    room_->door.arrive_and_drop();
   }
 
  private:
+  void meet() {
+    room_->door.arrive_and_wait();
+    HELIX_EXPECTS(!room_->has_failed, helix::ErrorCode::peer_failed, "another rank has failed");
+  }
+
   Room* room_;
   int rank_;
 };
@@ -113,9 +124,7 @@ class EngineBackend {
     std::memcpy(&own, args.sent, sizeof own);
     for (std::int64_t peer = 0; peer < args.peers; ++peer) {
       std::memcpy(&got, args.messages + peer * args.message_bytes, sizeof got);
-      HELIX_EXPECTS(got.epoch == own.epoch && got.tokens == static_cast<std::uint32_t>(args.tokens) &&
-                        got.sender == static_cast<std::uint32_t>(peer),
-                    helix::ErrorCode::out_of_step, "rank ", peer, " is in another step");
+      helix::check_exchange_header(peer, got, own);
     }
   }
 
@@ -263,9 +272,18 @@ int main() {
   std::vector<float> combined(kHeads * kDim);
   EngineComm::Room room;
   std::vector<std::thread> ranks;
-  for (int rank = 0; rank < kKvp; ++rank)
-    ranks.emplace_back([&, rank] { run_rank(EngineComm(room, rank), model, combined.data()); });
+  for (int rank = 0; rank < kKvp; ++rank) {
+    ranks.emplace_back([&, rank] {
+      EngineComm comm(room, rank);
+      try {
+        run_rank(comm, model, combined.data());
+      } catch (const std::exception& error) {
+        comm.abort(error.what());
+      }
+    });
+  }
   for (std::thread& rank : ranks) rank.join();
+  if (room.has_failed) return 1;
   const double worst = error_of(model, combined);
   std::printf("%d tokens over %d ranks: largest difference from whole attention %.1e\n", kContext, kKvp,
               worst);

@@ -7,7 +7,8 @@
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
-#include <helix/vocabulary.hpp>
+#include <helix/embed_tokens.hpp>
+#include <helix/vocabulary_head.hpp>
 
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -96,7 +97,8 @@ TEST_CASE("logits over shards equal the whole product, and every rank draws the 
       const auto logits = rank.logits(hidden, selected, positions);
       std::vector<std::int32_t> drawn(selected.size(), -1);
       const std::vector<SamplingConfig> greedy(selected.size());
-      rank.head.sample(logits, greedy.data(), nullptr, drawn.data(), rank.stream);
+      const std::vector<std::uint64_t> counters(selected.size());
+      rank.head.sample(logits, greedy.data(), counters.data(), drawn.data(), rank.stream);
       rank.backend.synchronize(rank.stream);
       for (std::size_t r = 0; r < selected.size(); ++r) {
         const float* x = hidden.data() + selected[r] * kHidden;

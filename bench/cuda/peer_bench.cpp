@@ -55,7 +55,7 @@ TimesByProtocol time_exchanges(int size, int num_gpus, std::int64_t tokens) {
 
 /// One rank's input and output of reduce_norm, on the host.
 struct NormResult {
-  std::vector<bf16> partial;
+  std::vector<bf16> summand;
   std::vector<bf16> out;
 };
 
@@ -65,7 +65,7 @@ double reduce_norm_error(const std::vector<NormResult>& ranks, const std::vector
   std::vector<double> sums;
   for (std::size_t i = 0; i < residual.size(); ++i) {
     sums.push_back(to_double(residual[i]));
-    for (const NormResult& rank : ranks) sums.back() += to_double(rank.partial[i]);
+    for (const NormResult& rank : ranks) sums.back() += to_double(rank.summand[i]);
   }
   const std::vector<double> expected = normed_rows(std::move(sums), weight, epsilon);
   double worst = 0.0;
@@ -85,14 +85,14 @@ double time_reduce_norm(int size, int num_gpus, std::int64_t rows, std::int64_t 
   double epsilon = 0.0;
   run_ranks<Comm>(size, 1, num_gpus, [&](Rank<Comm>& rank) {
     const auto seed = static_cast<std::uint64_t>(rank.index());
-    const cuda::Buffer partial = random_bf16(rows * width, 3 + seed);
+    const cuda::Buffer summand = random_bf16(rows * width, 3 + seed);
     const cuda::Buffer residual = random_bf16(rows * width, 1005);
     const cuda::Buffer weight = random_bf16(width, 1009);
     const cuda::Buffer out(static_cast<std::size_t>(rows * width) * kBf16Bytes);
     const auto view = [&](const cuda::Buffer& buffer) {
       return TensorView<bf16, 2>(reinterpret_cast<bf16*>(buffer.data()), {rows, width});
     };
-    const ReduceNormArgs<bf16> args{.partial = view(partial),
+    const ReduceNormArgs<bf16> args{.summand = view(summand),
                                     .residual = view(residual),
                                     .weight = {weight.data(), DType::bf16, 1, width},
                                     .out = view(out)};
@@ -101,12 +101,12 @@ double time_reduce_norm(int size, int num_gpus, std::int64_t rows, std::int64_t 
       return on_host<bf16>(rank.backend, buffer.data(), static_cast<std::int64_t>(buffer.size_bytes()) / 2);
     };
     NormResult& result = results[static_cast<std::size_t>(rank.index())];
-    result.partial = values_of(partial);
+    result.summand = values_of(summand);
     const std::vector<bf16> residual_before = values_of(residual);
     const double rank_us = time_together(rank, kPerGraph, queue);
     // Each call adds to the residual, and over NCCL to the partials: restore the inputs and make one more
     // call.
-    rank.backend.upload(partial.data(), result.partial.data(), partial.size_bytes(), rank.stream);
+    rank.backend.upload(summand.data(), result.summand.data(), summand.size_bytes(), rank.stream);
     rank.backend.upload(residual.data(), residual_before.data(), residual.size_bytes(), rank.stream);
     queue();
     rank.backend.synchronize(rank.stream);

@@ -69,7 +69,7 @@ ErrorCode code_of(CUresult result) {
     case CUDA_ERROR_ECC_UNCORRECTABLE:
     case CUDA_ERROR_CONTEXT_IS_DESTROYED:
     case CUDA_ERROR_DEINITIALIZED:
-      return ErrorCode::internal;
+      return ErrorCode::device_failed;
     default:
       return ErrorCode::unsupported;
   }

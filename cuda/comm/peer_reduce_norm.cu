@@ -96,17 +96,17 @@ bool Operators<T>::reduce_norm(const PeerChannel& channel, const ReduceNormArgs<
       !make_plan(channel, rows, width / kVector<T>, state_->is_hopper, plan))
     return false;
   HELIX_EXPECTS(
-      common_alignment({address_of(args.partial.data()), address_of(args.residual.data()),
+      common_alignment({address_of(args.summand.data()), address_of(args.residual.data()),
                         address_of(has_norm ? args.out.data() : nullptr), address_of(args.weight.data)}) ==
           16,
-      ErrorCode::invalid_argument, "reduce_norm: partial at ", static_cast<const void*>(args.partial.data()),
+      ErrorCode::invalid_argument, "reduce_norm: summand at ", static_cast<const void*>(args.summand.data()),
       ", residual at ", static_cast<const void*>(args.residual.data()), ", weight at ", args.weight.data,
       " and out at ", static_cast<const void*>(args.out.data()),
       " must be aligned to 16 bytes where ranks reach each other's memory");
   plan.tag = tag_of(rows, width, kDTypeOf<T>, plan);
   const DeviceScope scope(state_->device);
   dispatch_weight(has_norm ? args.weight.dtype : DType::f32, [&]<class W>(W*) {
-    const PeerNormRows<T, W> all{args.partial.data(),
+    const PeerNormRows<T, W> all{args.summand.data(),
                                  args.residual.data(),
                                  static_cast<const W*>(args.weight.data),
                                  has_norm ? args.out.data() : nullptr,

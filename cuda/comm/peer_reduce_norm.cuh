@@ -22,7 +22,7 @@ namespace helix::cuda {
 /// The rows of one call; all tensors are dense.
 template <class T, class W>
 struct PeerNormRows {
-  T* partial;       // [rows, width]
+  T* summand;       // [rows, width]
   T* residual;      // [rows, width]
   const W* weight;  // [width]
   T* out;           // [rows, width] or null: no norm
@@ -91,7 +91,7 @@ struct PeerNormBlock {
 
   __device__ __forceinline__ void load(std::int64_t row, Own& own) const {
     each([&](int j, int i) {
-      own.part[j] = *reinterpret_cast<const uint4*>(rows.partial + element(row, i));
+      own.part[j] = *reinterpret_cast<const uint4*>(rows.summand + element(row, i));
       own.residual[j] = *reinterpret_cast<const Packet*>(rows.residual + element(row, i));
     });
   }

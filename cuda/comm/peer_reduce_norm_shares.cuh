@@ -46,7 +46,7 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
   }
 
   __device__ __forceinline__ uint4* part(std::int64_t row, int i) const {
-    return reinterpret_cast<uint4*>(rows.partial + element(row, i));
+    return reinterpret_cast<uint4*>(rows.summand + element(row, i));
   }
   /// Packet i of the k-th row of a share, in message `count` from `sender` to `reader`.
   __device__ __forceinline__ uint4* packet(int reader, std::uint32_t count, int sender, int k, int i) const {

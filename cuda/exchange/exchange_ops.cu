@@ -132,7 +132,7 @@ __device__ void check_headers(const Check& check) {
     bool is_equal = true;
 #pragma unroll
     for (int i = 0; i < kHeaderWords; ++i)
-      is_equal = is_equal && header[i] == header_word(expected_epoch, args.tokens, peer, i);
+      is_equal = is_equal && header[i] == header_word(expected_epoch, sent[2], peer, i);
     if (!is_equal) wrong_peer = static_cast<unsigned>(peer);
   }
   wrong_peer = __reduce_min_sync(~0u, wrong_peer);
@@ -143,7 +143,7 @@ __device__ void check_headers(const Check& check) {
       reinterpret_cast<const std::uint32_t*>(args.messages + wrong_peer * args.message_bytes);
   failure->peer = wrong_peer;
   failure->header = {header[0] | static_cast<std::uint64_t>(header[1]) << 32, header[2], header[3]};
-  failure->expected = {expected_epoch, static_cast<std::uint32_t>(args.tokens), wrong_peer};
+  failure->expected = {expected_epoch, sent[2], wrong_peer};
   __threadfence_system();  // a host that sees is_complete sees the rest
   *static_cast<volatile std::uint32_t*>(&failure->is_complete) = 1u;
 }

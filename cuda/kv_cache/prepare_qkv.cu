@@ -172,11 +172,13 @@ void Operators<T>::prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) con
   const KvView& kv = args.kv;
   const std::int64_t tokens = args.q.extent(0);
   if (tokens == 0 || kv.format.num_heads == 0 || !fits(args)) {
-    if (!args.q_norm.empty()) head_rms_norm(HeadRmsNormArgs<T>{args.q, args.q_norm, args.epsilon}, stream);
-    if (!args.k_norm.empty()) head_rms_norm(HeadRmsNormArgs<T>{args.k, args.k_norm, args.epsilon}, stream);
-    rope(RopeArgs<T>{args.q, args.q, batch.positions, args.rope}, stream);
-    rope(RopeArgs<T>{args.k, args.k, batch.positions, args.rope}, stream);
-    append_kv(AppendKvArgs<T>{args.k, args.v, batch, kv}, stream);
+    if (!args.q_norm.empty())
+      head_rms_norm(HeadRmsNormArgs<T>{.x = args.q, .weight = args.q_norm, .epsilon = args.epsilon}, stream);
+    if (!args.k_norm.empty())
+      head_rms_norm(HeadRmsNormArgs<T>{.x = args.k, .weight = args.k_norm, .epsilon = args.epsilon}, stream);
+    rope(RopeArgs<T>{.in = args.q, .out = args.q, .positions = batch.positions, .rope = args.rope}, stream);
+    rope(RopeArgs<T>{.in = args.k, .out = args.k, .positions = batch.positions, .rope = args.rope}, stream);
+    append_kv(AppendKvArgs<T>{.k = args.k, .v = args.v, .batch = batch, .kv = kv}, stream);
     return;
   }
   const DeviceScope scope(state_->device);

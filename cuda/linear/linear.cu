@@ -422,8 +422,8 @@ void Operators<T>::linear_swiglu(const LinearSwigluArgs<T>& args, Stream stream)
       }
     }
   }
-  linear(LinearArgs<T>{args.in, args.weight, args.bias, args.gate_up}, stream);
-  swiglu(SwigluArgs<T>{args.gate_up, args.out}, stream);
+  linear(LinearArgs<T>{.in = args.in, .weight = args.weight, .bias = args.bias, .out = args.gate_up}, stream);
+  swiglu(SwigluArgs<T>{.gate_up = args.gate_up, .out = args.out}, stream);
 }
 
 template <class T>

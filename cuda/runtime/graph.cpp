@@ -60,6 +60,8 @@ void Graph::abandon(Stream stream) noexcept {
 }
 
 void Graph::replay(Stream stream) const {
+  HELIX_EXPECTS(!empty(), ErrorCode::invalid_argument,
+                "Graph::replay: the graph is empty; capture() gives one with work");
   HELIX_CUDA_CHECK(cudaGraphLaunch(exec_.get(), stream.handle()));
 }
 

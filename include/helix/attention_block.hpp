@@ -65,15 +65,16 @@ void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B
          stream);
   const TensorView<const T, 2> attended(buffers.combined.data(),
                                         {args.in.extent(0), shape.combined_heads * shape.value_dim});
-  backend.linear(LinearArgs<T>{attended, weights.o, weights.o_bias, args.out}, stream);
+  backend.linear(LinearArgs<T>{.in = attended, .weight = weights.o, .bias = weights.o_bias, .out = args.out},
+                 stream);
 }
 
 }  // namespace detail
 
 /// Runs the attention of a layer, from its normed input to this rank's part of the sum over the stage: out =
 /// this rank's columns of W_o x the exact attention of its Hq/N heads. Collective over the KVP group. Queued
-/// on `stream`; allocates nothing, capturable. Shapes are checked by decode_layer. Source: paper sections
-/// 2.1.1 to 2.1.3.
+/// on `stream`; allocates nothing, capturable. Checks nothing: give what decode_layer() would accept. Source:
+/// paper sections 2.1.1 to 2.1.3.
 template <LayerBackend B>
 void attention_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                      typename B::Stream stream) {

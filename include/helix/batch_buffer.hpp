@@ -89,9 +89,10 @@ class BatchBuffer {
   /// replays, so batch() has no lengths until the next set().
   void advance(typename B::Stream stream) {
     lengths_host_.clear();
-    backend_->advance(AdvanceArgs{reinterpret_cast<std::int64_t*>(device_.data() + positions_begin_),
-                                  query_offsets_host_.empty() ? 0 : std::int64_t{query_offsets_host_.back()}},
-                      stream);
+    backend_->advance(
+        AdvanceArgs{.values = reinterpret_cast<std::int64_t*>(device_.data() + positions_begin_),
+                    .count = query_offsets_host_.empty() ? 0 : std::int64_t{query_offsets_host_.back()}},
+        stream);
   }
 
   /// The step that was last set. Its host offsets and lengths are valid until the next set() or advance().

@@ -56,7 +56,7 @@ namespace detail {
 template <class T>
 struct LayerBuffers {
   TensorView<T, 2> normed;   // [tokens, M]; empty if the caller brings it
-  TensorView<T, 2> partial;  // [tokens, M]: this rank's part of a sum over the stage
+  TensorView<T, 2> summand;  // [tokens, M]: this rank's part of a sum over the stage
   AttentionBuffers<T> attention;
   FfnBuffers<T> ffn;
 
@@ -65,7 +65,7 @@ struct LayerBuffers {
                             std::int64_t expanded_tokens, LayerInput input, WorkspaceArena& arena) {
     LayerBuffers buffers;
     if (input == LayerInput::hidden) buffers.normed = arena.take<T, 2>({tokens, shape.hidden});
-    buffers.partial = arena.take<T, 2>({tokens, shape.hidden});
+    buffers.summand = arena.take<T, 2>({tokens, shape.hidden});
     buffers.attention = AttentionBuffers<T>::carve(backend, shape, tokens, expanded_tokens, arena);
     buffers.ffn = FfnBuffers<T>::carve(backend, shape, tokens, arena);
     return buffers;
@@ -82,7 +82,10 @@ void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
   const bool is_normed = options.normed.data() != nullptr;
   const TensorView<T, 2> normed = is_normed ? options.normed : buffers.normed;
   if (!is_normed) {
-    backend.rms_norm(RmsNormArgs<T>{{}, hidden, weights.input_norm, normed, config.norm_epsilon}, stream);
+    backend.rms_norm(
+        RmsNormArgs<T>{
+            .residual = hidden, .weight = weights.input_norm, .out = normed, .epsilon = config.norm_epsilon},
+        stream);
   }
   const int slices =
       options.hop_b->resolve_slices(options.hop_b_slices, batch.num_sequences(), shape.kvp,
@@ -98,10 +101,10 @@ void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                                                .slices = slices,
                                                .follows_layer = options.follows_layer,
                                                .buffers = buffers.attention,
-                                               .out = buffers.partial},
+                                               .out = buffers.summand},
                          stream);
   helix::reduce_norm(backend,
-                     {.partial = buffers.partial,
+                     {.summand = buffers.summand,
                       .residual = hidden,
                       .weight = weights.post_attention_norm,
                       .out = normed,
@@ -112,10 +115,10 @@ void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                                    .config = &config,
                                    .in = normed,
                                    .buffers = buffers.ffn,
-                                   .out = buffers.partial},
+                                   .out = buffers.summand},
                    stream);
   helix::reduce_norm(backend,
-                     {.partial = buffers.partial,
+                     {.summand = buffers.summand,
                       .residual = hidden,
                       .weight = is_normed ? options.next_norm : WeightView{},
                       .out = normed,
@@ -152,9 +155,10 @@ std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std
 /// ShardedKVCache::append() first to make room.
 ///
 /// Collective over the stage: every rank calls it with its own RankShape of the same topology, and with equal
-/// config, batch and options. Queued on `stream`; allocates nothing, does not synchronise, capturable. The
-/// memory that views point to, and the list of experts in `weights`, must stay valid until the queued work
-/// has ended. Source: paper sections 2.1-2.3.
+/// config and batch, equal hop_b_slices and follows_layer, and `normed` and `next_norm` given on all ranks or
+/// on none. Queued on `stream`; allocates nothing, does not synchronise, capturable. The memory that views
+/// point to, and the list of experts in `weights`, must stay valid until the queued work has ended. Source:
+/// paper sections 2.1-2.3.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address is missing or a number of the
 /// config is not finite; Error(capacity) if the workspace is too small. Both come before the first
 /// collective.

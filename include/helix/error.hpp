@@ -25,6 +25,7 @@ enum class ErrorCode {
   peer_failed,       ///< Another rank failed and aborted the group
   out_of_step,       ///< A rank skipped or repeated a step (epochs differ, invariant 13)
   unsupported,       ///< Legal in general, not built or not available here
+  device_failed,     ///< A kernel faulted or the device is lost: nothing on it can be used; end the process
   internal           ///< A bug in this library
 };
 
@@ -49,6 +50,8 @@ constexpr std::string_view to_string(ErrorCode code) {
       return "out_of_step";
     case ErrorCode::unsupported:
       return "unsupported";
+    case ErrorCode::device_failed:
+      return "device_failed";
     case ErrorCode::internal:
       return "internal";
   }

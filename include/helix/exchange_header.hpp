@@ -70,8 +70,9 @@ inline void check_exchange_header(std::int64_t peer, const ExchangeHeader& heade
     return epoch >> detail::kExchangeGroupShift & (detail::kMaxExchangeGroups - 1);
   };
   const auto hash = [](std::uint64_t epoch) { return epoch >> 32; };
-  HELIX_EXPECTS(header.sender == peer, ErrorCode::out_of_step, "exchange: what came from group rank ", peer,
-                " is no message of it: ranks exchange different numbers of tokens, or another rank's came");
+  HELIX_EXPECTS(header.sender == peer, ErrorCode::out_of_step,
+                "exchange: the message in the place of group rank ", peer, " names rank ", header.sender,
+                " as its sender: ranks exchange different numbers of tokens, or the groups differ");
   HELIX_EXPECTS(group(header.epoch) == group(own.epoch), ErrorCode::out_of_step,
                 "exchange: the message from group rank ", peer, " is of KVP group ", group(header.epoch),
                 ", this rank is in group ", group(own.epoch),

@@ -71,10 +71,14 @@ void queue_ffn(B& backend, const RankShape&, const FfnBlockArgs<B>& args, const 
   if constexpr (requires { backend.linear_swiglu(halves, stream); }) {
     backend.linear_swiglu(halves, stream);
   } else {
-    backend.linear(LinearArgs<T>{args.in, weights.gate_up, weights.gate_up_bias, gate_up}, stream);
-    backend.swiglu(SwigluArgs<T>{gate_up, activated}, stream);
+    backend.linear(
+        LinearArgs<T>{.in = args.in, .weight = weights.gate_up, .bias = weights.gate_up_bias, .out = gate_up},
+        stream);
+    backend.swiglu(SwigluArgs<T>{.gate_up = gate_up, .out = activated}, stream);
   }
-  backend.linear(LinearArgs<T>{activated, weights.down, weights.down_bias, args.out}, stream);
+  backend.linear(
+      LinearArgs<T>{.in = activated, .weight = weights.down, .bias = weights.down_bias, .out = args.out},
+      stream);
 }
 
 /// Queues the router, which every rank runs, this rank's experts for all tokens, and its slice of the shared
@@ -88,7 +92,8 @@ void queue_ffn(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, 
   const bool has_shared = !weights.shared.down.empty();
   if (!has_shared)
     backend.fill_zero(args.out.data(), static_cast<std::size_t>(args.out.size()) * sizeof(T), stream);
-  backend.router_logits(RouterLogitsArgs<T>{args.in, weights.router, buffers.router_logits}, stream);
+  backend.router_logits(
+      RouterLogitsArgs<T>{.in = args.in, .weight = weights.router, .out = buffers.router_logits}, stream);
   backend.route(RouteArgs{.logits = buffers.router_logits,
                           .bias = weights.router_bias,
                           .scoring = router.scoring,
@@ -117,7 +122,7 @@ void queue_ffn(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, 
 /// Runs the FFN of a layer, from its normed input to this rank's part of the sum over the stage. A dense FFN
 /// is column- and row-parallel over N. An MoE runs the slices of this rank's experts (TPF x EP) for all
 /// tokens, and its slice of the shared expert. Local. Queued on `stream`; allocates nothing, capturable.
-/// Shapes are checked by decode_layer. Source: paper section 2.2.
+/// Checks nothing: give what decode_layer() would accept. Source: paper section 2.2.
 template <LayerBackend B>
 void ffn_block(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, typename B::Stream stream) {
   std::visit([&](const auto& weights) { detail::queue_ffn(backend, shape, args, weights, stream); },

@@ -6,6 +6,7 @@
 #include <helix/backend.hpp>
 #include <helix/batch_buffer.hpp>
 #include <helix/decode_layer.hpp>
+#include <helix/embed_tokens.hpp>
 #include <helix/foreign_kv.hpp>
 #include <helix/job_comms.hpp>
 #include <helix/lse_combine.hpp>
@@ -13,4 +14,4 @@
 #include <helix/sharded_kv_cache.hpp>
 #include <helix/topology.hpp>
 #include <helix/version.hpp>
-#include <helix/vocabulary.hpp>
+#include <helix/vocabulary_head.hpp>

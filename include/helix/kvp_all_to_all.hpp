@@ -21,8 +21,9 @@ namespace helix {
 /// paper section 2.1.2.
 ///
 /// With windows (WindowExchange) attention writes into the memory of the rank that combines each head:
-/// nothing is packed or sent, the transfer overlaps attention, and a step is one slice. A step of few bytes
-/// may then travel as lines (LineRows), each of which carries the number of its exchange and needs no header.
+/// outgoing() and exchange_and_combine() pack and send nothing, the transfer overlaps attention, and a step
+/// is one slice. A step of few bytes may then travel as lines (LineRows), each of which carries the number of
+/// its exchange and needs no header. exchange() packs and sends in either case.
 template <ExchangeBackend B>
 class KvpAllToAll {
  public:
@@ -94,12 +95,12 @@ class KvpAllToAll {
     TensorView<const float, 3> lse;  ///< [KVP, tokens, Hq/N], natural.
   };
 
-  /// Sends head slice p of `partial` to KVP rank p and receives this rank's slice from all: rank (kvp, tpa)
-  /// gets heads [kvp * Hq/N, +Hq/N) of its TPA group's Hq/TPA (invariant 1). With KVP = 1 or zero tokens
-  /// nothing is sent. Collective over the KVP group with equal token counts. Queued on `stream` (packing,
-  /// all-to-all and check); capturable. Allocates nothing, except that with windows the first call allocates
-  /// its messages. The result is valid until the next exchange is queued. Order the calls of one KvpAllToAll
-  /// by one stream, or by events.
+  /// Sends to KVP rank p the heads of `partial` that it combines and receives those that this rank combines
+  /// from all: of the Hq/TPA heads of its tpa_rank, KVP rank k gets [k * Hq/N, +Hq/N) (invariant 1). With KVP
+  /// = 1 or zero tokens nothing is sent. Collective over the KVP group with equal token counts. Queued on
+  /// `stream` (packing, all-to-all and check); capturable. Allocates nothing, except that with windows the
+  /// first call allocates its messages. The result is valid until the next exchange is queued. Order the
+  /// calls of one KvpAllToAll by one stream, or by events.
   /// @throws Error(invalid_argument), before anything is queued, if shapes differ from the spec or the
   /// convention is not a named one. KVP = 1 converts nothing, so the convention must be natural there.
   ///
@@ -255,7 +256,6 @@ class KvpAllToAll {
     return {.messages = received_at(messages.slice),
             .message_bytes = sent.message_bytes,
             .peers = kvp_,
-            .tokens = sent.tokens,
             .sent = sent.message};
   }
 

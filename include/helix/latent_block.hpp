@@ -25,14 +25,18 @@ void project_latent_queries(B& backend, const RankShape& shape, const AttentionB
                             const MlaWeights& weights, typename B::Stream stream) {
   using T = typename B::Activation;
   const AttentionBuffers<T>& buffers = args.buffers;
-  backend.linear(LinearArgs<T>{args.in, weights.qkv_a, weights.qkv_a_bias, buffers.qkv_a}, stream);
+  backend.linear(
+      LinearArgs<T>{.in = args.in, .weight = weights.qkv_a, .bias = weights.qkv_a_bias, .out = buffers.qkv_a},
+      stream);
   if (shape.mla->q_lora_rank == 0) return;
   const TensorView<T, 2> q_heads(buffers.q_heads.data(),
                                  {args.in.extent(0), shape.query_heads * shape.mla->qk_head_dim()});
-  backend.rms_norm(
-      RmsNormArgs<T>{{}, buffers.q_lora, weights.q_a_norm, buffers.q_lora, args.config->latent_norm_epsilon},
-      stream);
-  backend.linear(LinearArgs<T>{buffers.q_lora, weights.q_b, {}, q_heads}, stream);
+  backend.rms_norm(RmsNormArgs<T>{.residual = buffers.q_lora,
+                                  .weight = weights.q_a_norm,
+                                  .out = buffers.q_lora,
+                                  .epsilon = args.config->latent_norm_epsilon},
+                   stream);
+  backend.linear(LinearArgs<T>{.in = buffers.q_lora, .weight = weights.q_b, .out = q_heads}, stream);
 }
 
 /// The rows of x that belong to the tokens of `batch`.
@@ -49,8 +53,9 @@ void absorb_queries(B& backend, const RankShape& shape, const AttentionBlockArgs
   const MlaShape& mla = *shape.mla;
   const TensorView<T, 3> q_heads = rows_of(args.buffers.q_heads, batch);
   const TensorView<T, 3> q = rows_of(args.buffers.q, batch);
-  backend.head_linear(HeadLinearArgs<T>{q_heads.slice(2, 0, mla.qk_nope_head_dim), weights.w_uk,
-                                        q.slice(2, 0, mla.kv_lora_rank)},
+  backend.head_linear(HeadLinearArgs<T>{.in = q_heads.slice(2, 0, mla.qk_nope_head_dim),
+                                        .weight = weights.w_uk,
+                                        .out = q.slice(2, 0, mla.kv_lora_rank)},
                       stream);
 }
 
@@ -89,9 +94,10 @@ void attend_absorbed(B& backend, const RankShape& shape, const AttentionBlockArg
       backend, shape, args,
       {.q = buffers.q, .kv = args.kv, .batch = batch, .combined = buffers.combined, .follows_prepare = true},
       stream);
-  backend.head_linear(
-      HeadLinearArgs<T>{rows_of(buffers.combined, batch), weights.w_uv, rows_of(buffers.values, batch)},
-      stream);
+  backend.head_linear(HeadLinearArgs<T>{.in = rows_of(buffers.combined, batch),
+                                        .weight = weights.w_uv,
+                                        .out = rows_of(buffers.values, batch)},
+                      stream);
 }
 
 /// Calls use(first row, rows) for blocks of `rows` rows. Blocks have few different sizes, because backends
@@ -132,20 +138,19 @@ KvView expand_latents(B& backend, const RankShape& shape, const AttentionBlockAr
       return TensorView<const T, 3>(latents.data() + first, {rows, heads, columns},
                                     {latents.stride(0), 0, 1});
     };
-    backend.head_linear(HeadLinearArgs<T>{shared_by_heads(0, mla.kv_lora_rank), weights.expand_k,
-                                          keys.slice(2, 0, mla.qk_nope_head_dim)},
+    backend.head_linear(HeadLinearArgs<T>{.in = shared_by_heads(0, mla.kv_lora_rank),
+                                          .weight = weights.expand_k,
+                                          .out = keys.slice(2, 0, mla.qk_nope_head_dim)},
                         stream);
-    backend.rope(RopeArgs<T>{shared_by_heads(mla.kv_lora_rank, mla.qk_rope_head_dim),
-                             keys.slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim),
-                             nullptr,
-                             {}},
+    backend.rope(RopeArgs<T>{.in = shared_by_heads(mla.kv_lora_rank, mla.qk_rope_head_dim),
+                             .out = keys.slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim),
+                             .positions = nullptr},
                  stream);  // a copy: the latents are rotated
-    backend.linear(
-        LinearArgs<T>{latents.slice(1, 0, mla.kv_lora_rank),
-                      weights.expand_v,
-                      {},
-                      {expanded.values.slice(0, first_row, rows).data(), {rows, heads * mla.v_head_dim}}},
-        stream);
+    backend.linear(LinearArgs<T>{.in = latents.slice(1, 0, mla.kv_lora_rank),
+                                 .weight = weights.expand_v,
+                                 .out = {expanded.values.slice(0, first_row, rows).data(),
+                                         {rows, heads * mla.v_head_dim}}},
+                   stream);
   });
   backend.fill_zero(expanded.zero.data(), sizeof(std::int32_t), stream);
   KvView view;
@@ -170,7 +175,11 @@ void attend_expanded(B& backend, const RankShape& shape, const AttentionBlockArg
   const KvView kv = expand_latents(backend, shape, args, weights, batch.sequence_slots, local_tokens, stream);
   const TensorView<T, 3> q_rope =
       rows_of(buffers.q_heads, batch).slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim);
-  backend.rope(RopeArgs<T>{q_rope, q_rope, batch.positions + batch.first_token(), args.config->rope}, stream);
+  backend.rope(RopeArgs<T>{.in = q_rope,
+                           .out = q_rope,
+                           .positions = batch.positions + batch.first_token(),
+                           .rope = args.config->rope},
+               stream);
   batch.sequence_slots = buffers.expanded.zero.data();
   attend(backend, shape, args, {.q = buffers.q_heads, .kv = kv, .batch = batch, .combined = buffers.values},
          stream);
@@ -240,7 +249,8 @@ void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B
   });
   const TensorView<const T, 2> attended(args.buffers.values.data(),
                                         {args.in.extent(0), shape.combined_heads * shape.mla->v_head_dim});
-  backend.linear(LinearArgs<T>{attended, weights.o, weights.o_bias, args.out}, stream);
+  backend.linear(LinearArgs<T>{.in = attended, .weight = weights.o, .bias = weights.o_bias, .out = args.out},
+                 stream);
 }
 
 }  // namespace helix::detail

@@ -12,9 +12,9 @@ namespace helix {
 /// than this library's says so in the arguments (PackPartialArgs, LseCombineArgs); the device converts it as
 /// it reads.
 enum class LseConvention : std::uint8_t {
-  natural,                       ///< This library: natural logarithm, -inf for "no tokens".
+  natural,                       ///< This library, FlashAttention-3: natural logarithm, -inf for "no tokens".
   base2,                         ///< FlashInfer: logarithm to base 2, -inf for "no tokens".
-  natural_positive_inf_if_empty  ///< FlashMLA, FlashAttention-3: natural, +inf for "no tokens".
+  natural_positive_inf_if_empty  ///< FlashMLA, FlashAttention-2: natural, +inf for "no tokens".
 };
 
 /// Converts `lse` to the natural log-sum-exp, -inf for "no tokens" (invariants 5 and 6); a NaN stays one. The

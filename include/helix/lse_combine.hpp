@@ -18,7 +18,7 @@ namespace helix {
 /// `stream`, allocates nothing, capturable. Source: paper section 2.1.1; Flash-Decoding.
 /// @throws Error(invalid_argument) if shapes contradict each other or limits.hpp, an address is missing, or
 /// the convention is not a named one.
-template <ExchangeBackend B>
+template <CombineBackend B>
 void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args, typename B::Stream stream) {
   const auto& out = args.partial_out;
   const auto& lse = args.partial_lse;
@@ -55,7 +55,7 @@ void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args,
 }
 
 /// Does not compile: the error names T and the activation type of B.
-template <ExchangeBackend B, detail::OtherActivation<B> T>
+template <CombineBackend B, detail::OtherActivation<B> T>
 void lse_combine(B&, const LseCombineArgs<T>&, typename B::Stream) {
   detail::refuse_activation<T, B>();
 }

@@ -63,7 +63,7 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
 /// backend's kernels are not built for: on GPUs head sizes above 1024, more than 65536 KV heads, and
 /// sequences that may have nearly 2^31 tokens on a rank. Page ids that the pool does not have fail the stream
 /// of cpu::Backend; GPUs do not check them.
-template <AttentionBackend B>
+template <PartialAttentionBackend B>
 void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activation>& args,
                        typename B::Stream stream) {
   detail::check_partial_attention(args);
@@ -79,7 +79,7 @@ void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activa
 }
 
 /// Does not compile: the error names T and the activation type of B.
-template <AttentionBackend B, detail::OtherActivation<B> T>
+template <PartialAttentionBackend B, detail::OtherActivation<B> T>
 void partial_attention(B&, const PartialAttentionArgs<T>&, typename B::Stream) {
   detail::refuse_activation<T, B>();
 }

@@ -19,7 +19,7 @@ void check_prepare_latent(const PrepareLatentArgs<T>& args) {
   HELIX_EXPECTS(format.is_latent, ErrorCode::invalid_argument,
                 "prepare_latent: the cache has keys and values of ", format.num_heads,
                 " heads, not latents; prepare_qkv() is for those");
-  check_append_kv(AppendKvArgs<T>{args.latents, {}, args.batch, args.kv});
+  check_append_kv(AppendKvArgs<T>{.k = args.latents, .batch = args.batch, .kv = args.kv});
   const std::int64_t tokens = args.batch.num_tokens();
   HELIX_EXPECTS(args.batch.first_token() == 0 && args.latents.extent(0) == tokens,
                 ErrorCode::invalid_argument, "prepare_latent: the batch is tokens ", args.batch.first_token(),
@@ -52,10 +52,15 @@ void prepare_latent_in_turn(B& backend, const PrepareLatentArgs<T>& args, Stream
   const TensorView<T, 2> compressed(args.latents.data(), {args.latents.extent(0), columns},
                                     {args.latents.stride(0), 1});
   const TensorView<T, 3> k_rope = args.latents.slice(2, columns, args.latents.extent(2) - columns);
-  backend.rms_norm(RmsNormArgs<T>{{}, compressed, args.norm, compressed, args.epsilon}, stream);
-  backend.rope(RopeArgs<T>{k_rope, k_rope, args.batch.positions, args.rope}, stream);
-  backend.rope(RopeArgs<T>{args.q_in, args.q_out, args.batch.positions, args.rope}, stream);
-  backend.append_kv(AppendKvArgs<T>{args.latents, {}, args.batch, args.kv}, stream);
+  backend.rms_norm(
+      RmsNormArgs<T>{.residual = compressed, .weight = args.norm, .out = compressed, .epsilon = args.epsilon},
+      stream);
+  backend.rope(RopeArgs<T>{.in = k_rope, .out = k_rope, .positions = args.batch.positions, .rope = args.rope},
+               stream);
+  backend.rope(
+      RopeArgs<T>{.in = args.q_in, .out = args.q_out, .positions = args.batch.positions, .rope = args.rope},
+      stream);
+  backend.append_kv(AppendKvArgs<T>{.k = args.latents, .batch = args.batch, .kv = args.kv}, stream);
 }
 
 }  // namespace detail

@@ -16,7 +16,7 @@ namespace detail {
 
 template <class T>
 void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
-  check_append_kv(AppendKvArgs<T>{args.k, args.v, args.batch, args.kv});
+  check_append_kv(AppendKvArgs<T>{.k = args.k, .v = args.v, .batch = args.batch, .kv = args.kv});
   const std::int64_t tokens = args.batch.num_tokens();
   const std::int64_t dim = args.kv.format.head_dim;
   HELIX_EXPECTS(args.batch.first_token() == 0 && args.k.extent(0) == tokens, ErrorCode::invalid_argument,
@@ -104,12 +104,18 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
     backend.prepare_qkv(args, stream);
   } else {
     if (!args.q_norm.empty())
-      backend.head_rms_norm(HeadRmsNormArgs<T>{args.q, args.q_norm, args.epsilon}, stream);
+      backend.head_rms_norm(HeadRmsNormArgs<T>{.x = args.q, .weight = args.q_norm, .epsilon = args.epsilon},
+                            stream);
     if (!args.k_norm.empty())
-      backend.head_rms_norm(HeadRmsNormArgs<T>{args.k, args.k_norm, args.epsilon}, stream);
-    backend.rope(RopeArgs<T>{args.q, args.q, args.batch.positions, args.rope}, stream);
-    backend.rope(RopeArgs<T>{args.k, args.k, args.batch.positions, args.rope}, stream);
-    backend.append_kv(AppendKvArgs<T>{args.k, args.v, args.batch, args.kv}, stream);
+      backend.head_rms_norm(HeadRmsNormArgs<T>{.x = args.k, .weight = args.k_norm, .epsilon = args.epsilon},
+                            stream);
+    backend.rope(
+        RopeArgs<T>{.in = args.q, .out = args.q, .positions = args.batch.positions, .rope = args.rope},
+        stream);
+    backend.rope(
+        RopeArgs<T>{.in = args.k, .out = args.k, .positions = args.batch.positions, .rope = args.rope},
+        stream);
+    backend.append_kv(AppendKvArgs<T>{.k = args.k, .v = args.v, .batch = args.batch, .kv = args.kv}, stream);
   }
 }
 

@@ -7,14 +7,14 @@
 
 namespace helix {
 
-/// Arguments of reduce_norm(): sum = the ranks' partials added up; residual += sum; out = residual /
+/// Arguments of reduce_norm(): sum = the ranks' summands added up; residual += sum; out = residual /
 /// rms(residual) * weight.
 template <class T>
 struct ReduceNormArgs {
-  TensorView<T, 2> partial;   ///< [tokens, M], dense, this rank's part; may be overwritten.
+  TensorView<T, 2> summand;   ///< [tokens, M], dense, this rank's part; may be overwritten.
   TensorView<T, 2> residual;  ///< [tokens, M], dense, read and written.
   WeightView weight{};        ///< [1, M], or empty: no norm follows, and out is not written.
-  TensorView<T, 2> out{};     ///< [tokens, M], written; must not alias partial, residual or weight.
+  TensorView<T, 2> out{};     ///< [tokens, M], written; must not alias summand, residual or weight.
   float epsilon = 1e-5f;
 };
 
@@ -26,8 +26,8 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
                       typename B::Stream stream) {
   using T = typename B::Activation;
   given_comm("reduce_norm", "stage", backend.comms().stage)
-      .all_reduce(args.partial.data(), args.partial.data(), args.partial.size(), kDTypeOf<T>, stream);
-  backend.rms_norm(RmsNormArgs<T>{.delta = args.partial,
+      .all_reduce(args.summand.data(), args.summand.data(), args.summand.size(), kDTypeOf<T>, stream);
+  backend.rms_norm(RmsNormArgs<T>{.delta = args.summand,
                                   .residual = args.residual,
                                   .weight = args.weight,
                                   .out = args.weight.empty() ? TensorView<T, 2>{} : args.out,
@@ -37,7 +37,7 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 
 }  // namespace detail
 
-/// Ends a block: sums the partials over the stage, adds the sum to the residual, and norms the residual for
+/// Ends a block: sums the summands over the stage, adds the sum to the residual, and norms the residual for
 /// what follows. A backend that does all three at once has reduce_norm(args, stream); with any other it is
 /// all_reduce and rms_norm. Collective over the stage with equal shapes; all ranks get the same bits
 /// (invariant 12). Queued on `stream`, allocates nothing, capturable.
@@ -47,20 +47,20 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 template <LayerBackend B>
 void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args, typename B::Stream stream) {
   const bool has_norm = !args.weight.empty();
-  HELIX_EXPECTS(args.partial.extents() == args.residual.extents() && args.partial.is_contiguous() &&
+  HELIX_EXPECTS(args.summand.extents() == args.residual.extents() && args.summand.is_contiguous() &&
                     args.residual.is_contiguous() &&
                     (!has_norm || (args.out.extents() == args.residual.extents() && args.out.stride(1) == 1)),
-                ErrorCode::invalid_argument, "reduce_norm: partial is [", args.partial.extent(0), ", ",
-                args.partial.extent(1), "] with strides [", args.partial.stride(0), ", ",
-                args.partial.stride(1), "], residual [", args.residual.extent(0), ", ",
+                ErrorCode::invalid_argument, "reduce_norm: summand is [", args.summand.extent(0), ", ",
+                args.summand.extent(1), "] with strides [", args.summand.stride(0), ", ",
+                args.summand.stride(1), "], residual [", args.residual.extent(0), ", ",
                 args.residual.extent(1), "] with [", args.residual.stride(0), ", ", args.residual.stride(1),
                 "], out [", args.out.extent(0), ", ", args.out.extent(1), "] with [", args.out.stride(0),
                 ", ", args.out.stride(1),
-                "]; they must be equal, partial and residual dense, and the last stride of out 1");
+                "]; they must be equal, summand and residual dense, and the last stride of out 1");
   HELIX_EXPECTS(!has_norm || (args.weight.rows == 1 && args.weight.cols == args.residual.extent(1)),
                 ErrorCode::invalid_argument, "reduce_norm: weight is [", args.weight.rows, ", ",
                 args.weight.cols, "]; it must be [1, ", args.residual.extent(1), "]");
-  detail::check_given("reduce_norm", "partial", args.partial.data(), args.partial.size());
+  detail::check_given("reduce_norm", "summand", args.summand.data(), args.summand.size());
   detail::check_given("reduce_norm", "residual", args.residual.data(), args.residual.size());
   if (has_norm) {
     detail::check_weight_type("reduce_norm", "weight", args.weight);

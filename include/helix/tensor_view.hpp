@@ -23,7 +23,6 @@ class TensorView {
 
  public:
   using extents_type = std::array<std::int64_t, static_cast<std::size_t>(R)>;
-  static constexpr int rank() { return R; }
 
   constexpr TensorView() = default;
 

@@ -41,7 +41,7 @@ enum class RankGroup : std::uint8_t {
   data       ///< Ranks with one stage and stage_rank, by replica
 };
 
-/// Arguments of Communicator::split: ranks of one color form a group, ordered by key.
+/// Arguments of SplittableComm::split: ranks of one color form a group, ordered by key.
 struct GroupSplit {
   int color = 0;
   int key = 0;

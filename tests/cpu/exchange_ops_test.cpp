@@ -33,7 +33,8 @@ TEST_CASE("a message out of step is refused with both steps, and nothing after i
   stream.synchronize();
   CHECK(first == 7);
   bool is_used = false;
-  ops.check_exchange({messages.data(), 16, 2, 3, messages.data()}, stream);
+  ops.check_exchange({.messages = messages.data(), .message_bytes = 16, .peers = 2, .sent = messages.data()},
+                     stream);
   stream.enqueue([&] { is_used = true; });
   std::string text;
   try {
@@ -56,9 +57,15 @@ TEST_CASE("an exchange of as many tokens in as many steps passes the check") {
   std::uint64_t epochs[3] = {9, 9, 9};
   for (int rank = 0; rank < 3; ++rank)
     ops.stamp({messages.data() + 32 * rank, 4, rank, &epochs[rank]}, stream);
-  ops.check_exchange({messages.data(), 32, 3, 4, messages.data() + 32}, stream);
+  CheckExchangeArgs check{
+      .messages = messages.data(), .message_bytes = 32, .peers = 3, .sent = messages.data() + 32};
+  ops.check_exchange(check, stream);
   CHECK_NOTHROW(stream.synchronize());
-  ops.check_exchange({messages.data(), 32, 3, 5, messages.data() + 32}, stream);  // another number of tokens
+  std::vector<std::byte> other(16);  // of another number of tokens
+  std::uint64_t epoch = 9;
+  ops.stamp({other.data(), 5, 1, &epoch}, stream);
+  check.sent = other.data();
+  ops.check_exchange(check, stream);
   CHECK_THROWS_AS(stream.synchronize(), Error);
 }
 

@@ -445,9 +445,9 @@ TEST_CASE("q, k and v are projected only where rows and shapes of the product fi
 TEST_CASE("sums are normed only by a weight as wide as they are") {
   struct Normed {
     cpu::Backend<cpu::LocalComm> backend;
-    std::vector<float> partial = std::vector<float>(2 * 32, 1.0f), residual = partial, weight = partial,
-                       out = partial;
-    ReduceNormArgs<float> args{.partial = {partial.data(), {2, 32}},
+    std::vector<float> summand = std::vector<float>(2 * 32, 1.0f), residual = summand, weight = summand,
+                       out = summand;
+    ReduceNormArgs<float> args{.summand = {summand.data(), {2, 32}},
                                .residual = {residual.data(), {2, 32}},
                                .weight = {weight.data(), DType::f32, 1, 32},
                                .out = {out.data(), {2, 32}}};
@@ -457,9 +457,9 @@ TEST_CASE("sums are normed only by a weight as wide as they are") {
        {"reduce_norm: weight is [2, 32]", [](Normed& n) { n.args.weight.rows = 2; }},
        {"reduce_norm: weight is fp8_e4m3", [](Normed& n) { n.args.weight.dtype = DType::fp8_e4m3; }},
        {"reduce_norm: epsilon is nan", [](Normed& n) { n.args.epsilon = std::nanf(""); }},
-       {"reduce_norm: partial is null",
+       {"reduce_norm: summand is null",
         [](Normed& n) {
-          n.args.partial = {nullptr, {2, 32}};
+          n.args.summand = {nullptr, {2, 32}};
         }},
        {"reduce_norm: residual is null",
         [](Normed& n) {
@@ -488,7 +488,7 @@ TEST_CASE("a sum without a stage to sum over is refused") {
   LoneBackend backend;
   std::vector<float> x(8);
   const auto failure = failure_of([&] {
-    reduce_norm(backend, {.partial = {x.data(), {1, 8}}, .residual = {x.data(), {1, 8}}},
+    reduce_norm(backend, {.summand = {x.data(), {1, 8}}, .residual = {x.data(), {1, 8}}},
                 backend.create_stream());
   });
   REQUIRE(failure);

@@ -125,8 +125,10 @@ TEMPLATE_TEST_CASE("headers on a GPU are stamped and checked by the 16-bit opera
     operators.synchronize(stream);
     CHECK(header.epoch == exchange_epoch(9, positions.data(), kTokens));
     CHECK((header.tokens == kTokens && header.sender == 1));
-    operators.check_exchange(CheckExchangeArgs{messages.data(), 48, 3, kTokens, messages.data() + 3 * 48},
-                             stream);
+    operators.check_exchange(
+        CheckExchangeArgs{
+            .messages = messages.data(), .message_bytes = 48, .peers = 3, .sent = messages.data() + 3 * 48},
+        stream);
     if (wrong < 0) {
       CHECK_NOTHROW(operators.synchronize(stream));
       continue;

@@ -47,14 +47,14 @@ struct Sums {
   Stream stream;
   std::int64_t rows;
   std::int64_t width;
-  Buffer partial, residual, weight, out;
+  Buffer summand, residual, weight, out;
 
   Sums(PeerComm& comm, std::int64_t num_rows, std::int64_t num_columns)
       : backend(comm, comm.split(0, comm.rank()), device_of(comm)),
         stream(backend.create_stream()),
         rows(num_rows),
         width(num_columns),
-        partial(ones(rows * width + 8)),
+        summand(ones(rows * width + 8)),
         residual(ones(rows * width)),
         weight(ones(width)),
         out(ones(rows * width)) {}
@@ -63,27 +63,27 @@ struct Sums {
     return on_device(std::vector<bf16>(static_cast<std::size_t>(count), bf16(1.0f)));
   }
 
-  /// `skipped` is the number of elements before the partial in its buffer.
+  /// `skipped` is the number of elements before the summand in its buffer.
   void queue(std::int64_t skipped = 0) {
     const auto view = [&](const Buffer& buffer, std::int64_t first) {
       return helix::TensorView<bf16, 2>(reinterpret_cast<bf16*>(buffer.data()) + first, {rows, width});
     };
     helix::reduce_norm(backend,
-                       {.partial = view(partial, skipped),
+                       {.summand = view(summand, skipped),
                         .residual = view(residual, 0),
                         .weight = {weight.data(), DType::bf16, 1, width},
                         .out = view(out, 0)},
                        stream);
   }
 
-  /// Sets the partial [steps, rows, width], at most the size it was created for, to one value per step, and
+  /// Sets the summand [steps, rows, width], at most the size it was created for, to one value per step, and
   /// the residual to zeros.
   template <class ValueOf>
   void set_partial(int steps, const ValueOf& value_of) {
     std::vector<bf16> values;
     for (int step = 0; step < steps; ++step)
       values.insert(values.end(), static_cast<std::size_t>(rows * width), bf16(value_of(step)));
-    backend.upload(partial.data(), values.data(), values.size() * sizeof(bf16), stream);
+    backend.upload(summand.data(), values.data(), values.size() * sizeof(bf16), stream);
     const std::vector<bf16> zeros(static_cast<std::size_t>(rows * width), bf16(0.0f));
     backend.upload(residual.data(), zeros.data(), zeros.size() * sizeof(bf16), stream);
   }
@@ -171,7 +171,7 @@ TEST_CASE("sums of NaN of all bits are NaN, and nothing waits for them") {
     Sums sums(comm, 2, 512);
     std::vector<std::uint16_t> bits(2 * 512, 0x8000);  // -0
     if (comm.rank() == 1) bits[20] = bits[21] = bits[1000] = 0xffff;
-    sums.backend.upload(sums.partial.data(), bits.data(), bits.size() * sizeof(bits[0]), sums.stream);
+    sums.backend.upload(sums.summand.data(), bits.data(), bits.size() * sizeof(bits[0]), sums.stream);
     sums.queue();
     const auto residual = on_host<bf16>(sums.backend, sums.residual, bits.size(), sums.stream);
     for (std::size_t i = 0; i < bits.size(); ++i) {

@@ -264,7 +264,7 @@ TEMPLATE_TEST_CASE("reduce_norm over windows equals the norm of the sum with equ
         const auto count = static_cast<std::size_t>(s.rows * s.width);
         const auto seed = [&](int rank) { return static_cast<unsigned>(17 * rank + 3); };
         const auto before = random_values<TestType>(s.rows * s.width, 5);
-        const Buffer partial = on_device(random_values<TestType>(s.rows * s.width, seed(comm.rank())));
+        const Buffer summand = on_device(random_values<TestType>(s.rows * s.width, seed(comm.rank())));
         const Buffer residual = on_device(before);
         const auto weights = random_values<TestType>(s.width, 11);
         const Buffer weight = on_device(weights);
@@ -274,7 +274,7 @@ TEMPLATE_TEST_CASE("reduce_norm over windows equals the norm of the sum with equ
         };
         helix::reduce_norm(
             backend,
-            {.partial = view(partial),
+            {.summand = view(summand),
              .residual = view(residual),
              .weight = has_norm ? helix::WeightView{weight.data(), helix::kDTypeOf<TestType>, 1, s.width}
                                 : helix::WeightView{},

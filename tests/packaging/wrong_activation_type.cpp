@@ -3,12 +3,12 @@
 // another. The error is one line that names the type.
 #include <helix/cpu/backend.hpp>
 #include <helix/decode_layer.hpp>
+#include <helix/embed_tokens.hpp>
 #include <helix/lse_combine.hpp>
 #include <helix/partial_attention.hpp>
 #include <helix/prepare_latent.hpp>
 #include <helix/prepare_qkv.hpp>
 #include <helix/reduce_norm.hpp>
-#include <helix/vocabulary.hpp>
 
 using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
 using helix::bf16;

@@ -11,7 +11,7 @@
 
 #include <helix/dtype.hpp>
 #include <helix/mla_prefill.hpp>
-#include <helix/vocabulary.hpp>
+#include <helix/vocabulary_head.hpp>
 
 #include "model/stage_plan.hpp"
 #include "model/step.hpp"

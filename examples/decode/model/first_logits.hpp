@@ -42,8 +42,9 @@ class FirstLogits {
       if (width <= 0) continue;
       const TensorView<const T, 2> from(logits.data() + rank * logits.stride(0), {rows, width},
                                         {logits.stride(1), 1});
-      backend_->gather_rows(GatherRowsArgs<T>{from, reinterpret_cast<const std::int32_t*>(rows_.data()),
-                                              kept.slice(1, shard.begin, width)},
+      backend_->gather_rows(GatherRowsArgs<T>{.in = from,
+                                              .rows = reinterpret_cast<const std::int32_t*>(rows_.data()),
+                                              .out = kept.slice(1, shard.begin, width)},
                             stream);
     }
   }

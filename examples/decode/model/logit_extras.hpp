@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include <helix/vocabulary.hpp>
+#include <helix/vocabulary_head.hpp>
 
 #include "model/decoder_backend.hpp"
 #include "model/step.hpp"

@@ -14,10 +14,11 @@
 #include <vector>
 
 #include <helix/batch_buffer.hpp>
+#include <helix/embed_tokens.hpp>
 #include <helix/rank_shape.hpp>
 #include <helix/sharded_kv_cache.hpp>
 #include <helix/topology.hpp>
-#include <helix/vocabulary.hpp>
+#include <helix/vocabulary_head.hpp>
 
 #include "model/captured_steps.hpp"
 #include "model/counted_step.hpp"

@@ -12,7 +12,7 @@
 #include <helix/mla_prefill.hpp>
 #include <helix/rank_shape.hpp>
 #include <helix/topology.hpp>
-#include <helix/vocabulary.hpp>
+#include <helix/vocabulary_head.hpp>
 
 #include "model/decoder_backend.hpp"
 

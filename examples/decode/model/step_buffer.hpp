@@ -67,7 +67,7 @@ class StepBuffer {
 
   /// Adds one to the draw counters of `num_rows` rows. Queued on `stream`.
   void advance(std::int64_t num_rows, typename B::Stream stream) {
-    backend_->advance(AdvanceArgs{at<std::int64_t>(0), num_rows}, stream);
+    backend_->advance(AdvanceArgs{.values = at<std::int64_t>(0), .count = num_rows}, stream);
   }
 
   /// Tokens of the step, [tokens]; after the step the drawn tokens, [rows].

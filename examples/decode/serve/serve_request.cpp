@@ -12,7 +12,7 @@
 #include <utility>
 
 #include <helix/error.hpp>
-#include <helix/vocabulary.hpp>
+#include <helix/vocabulary_head.hpp>
 
 #include "checkpoint/json_events.hpp"
 #include "checkpoint/strict_json.hpp"

@@ -23,8 +23,8 @@ namespace helix {
 /// and drops the others and padding. Rows of k and v may be strided; their last stride is 1.
 template <class T>
 struct AppendKvArgs {
-  TensorView<const T, 3> k;  ///< [tokens, Hkv/TPA, D]; MLA: the latent rows [tokens, 1, D].
-  TensorView<const T, 3> v;  ///< [tokens, Hkv/TPA, Dv]; MLA: empty.
+  TensorView<const T, 3> k;    ///< [tokens, Hkv/TPA, D]; MLA: the latent rows [tokens, 1, D].
+  TensorView<const T, 3> v{};  ///< [tokens, Hkv/TPA, Dv]; MLA: empty.
   Batch batch;
   KvView kv;
 };
@@ -229,17 +229,22 @@ concept LatentReader = requires(B& backend, typename B::Stream stream) {
   backend.read_latents(ReadLatentsArgs<typename B::Activation>{}, stream);
 };
 
+/// A backend that partial_attention() can use.
+template <class B>
+concept PartialAttentionBackend = requires(B& backend, typename B::Stream stream, std::int64_t n) {
+  backend.partial_attention(PartialAttentionArgs<typename B::Activation>{}, stream);
+  // (tokens, query heads, D, Dv): an upper bound over any positions for the caller's workspace.
+  { backend.partial_attention_workspace_bytes(n, n, n, n) } -> std::same_as<std::size_t>;
+};
+
 /// A backend with all that attention over a sharded cache needs.
 template <class B>
-concept AttentionBackend = QueueBackend<B> && requires(B& backend, typename B::Stream stream, std::int64_t n,
-                                                       const void* source, void* target, std::size_t bytes) {
+concept AttentionBackend = QueueBackend<B> && PartialAttentionBackend<B> &&
+    requires(B& backend, typename B::Stream stream, const void* source, void* target, std::size_t bytes) {
   backend.copy(target, source, bytes, stream);  // device -> device; the two do not overlap
   backend.append_kv(AppendKvArgs<typename B::Activation>{}, stream);
   backend.write_kv(WriteKvArgs<typename B::Activation>{}, stream);
   backend.read_kv(ReadKvArgs{}, stream);
-  backend.partial_attention(PartialAttentionArgs<typename B::Activation>{}, stream);
-  // (tokens, query heads, D, Dv): an upper bound over any positions for the caller's workspace.
-  { backend.partial_attention_workspace_bytes(n, n, n, n) } -> std::same_as<std::size_t>;
 };
 
 }  // namespace helix

@@ -103,6 +103,13 @@ Comm& given_comm(std::string_view operation, std::string_view name, Comm* comm) 
   return *comm;
 }
 
+/// Throws Error(invalid_argument) unless the stage communicator has the `size` of the topology's stage.
+template <class Comm>
+void check_stage_size(std::string_view operation, const Comm& stage, int size) {
+  HELIX_EXPECTS(stage.size() == size, ErrorCode::invalid_argument, operation, ": the stage communicator has ",
+                stage.size(), " ranks; the topology's stage has ", size);
+}
+
 }  // namespace detail
 
 /// Allocates `bytes` bytes of device memory on each rank of `comm`, which the other ranks may write; zeroed,

@@ -42,7 +42,7 @@ struct Partial {
 /// epoch exchange_epoch(`*exchanges` + 1, positions, tokens), `tokens` and `sender`. Adds one to
 /// `*exchanges`.
 struct StampArgs {
-  std::byte* message = nullptr;  ///< First message; null: nothing is stamped.
+  std::byte* message = nullptr;  ///< First message; null, in PartialTarget::headers alone: there are none.
   std::int64_t tokens = 0;
   std::int64_t sender = 0;
   std::uint64_t* exchanges = nullptr;       ///< Device counter of the sender's exchanges.
@@ -144,14 +144,14 @@ struct PackPartialArgs {
   LseConvention convention = LseConvention::natural;  ///< Convention of `lse`.
 };
 
-/// Arguments of check_exchange(), which verifies that every received header carries this rank's own epoch,
-/// `tokens`, and the rank of its sender. A mismatch is an Error(out_of_step) on the stream.
+/// Arguments of check_exchange(), which compares the header of every message with that of `sent`, a message
+/// of this rank in the same exchange (check_exchange_header()). A difference is an Error(out_of_step) on the
+/// stream.
 struct CheckExchangeArgs {
   const std::byte* messages = nullptr;  ///< [peers, message_bytes].
   std::int64_t message_bytes = 0;
   std::int64_t peers = 1;
-  std::int64_t tokens = 0;
-  const std::byte* sent = nullptr;  ///< A message of this exchange that this rank has stamped.
+  const std::byte* sent = nullptr;  ///< A message that this rank has stamped.
 };
 
 /// Arguments of lse_combine(), the exact merge of R partials in fixed order: out = sum_r w_r out_r / (sum_r
@@ -167,15 +167,20 @@ struct LseCombineArgs {
   LseConvention convention = LseConvention::natural;  ///< Convention of partial_lse.
 };
 
-/// A backend that KvpAllToAll and lse_combine can use: besides memory, three functions for an engine that
+/// A backend that lse_combine() can use.
+template <class B>
+concept CombineBackend = requires(B& backend, typename B::Stream stream) {
+  backend.lse_combine(LseCombineArgs<typename B::Activation>{}, stream);
+};
+
+/// A backend that KvpAllToAll can use: besides memory, three functions for an engine that
 /// brings its own attention. A backend that also has combine_exchange(check, combine, stream) does the last
 /// two in one operation.
 template <class B>
-concept ExchangeBackend = QueueBackend<B> && StageBackend<B> &&
+concept ExchangeBackend = QueueBackend<B> && StageBackend<B> && CombineBackend<B> &&
     ExchangeComm<typename B::Comm, typename B::Stream> && requires(B& backend, typename B::Stream stream) {
   backend.pack_partial(PackPartialArgs<typename B::Activation>{}, stream);
   backend.check_exchange(CheckExchangeArgs{}, stream);
-  backend.lse_combine(LseCombineArgs<typename B::Activation>{}, stream);
 };
 
 }  // namespace helix

@@ -74,9 +74,9 @@ inline void check_epsilon(std::string_view operation, std::string_view name, flo
 /// written back to residual. Rows of all tensors may be strided; last strides are 1.
 template <class T>
 struct RmsNormArgs {
-  TensorView<const T, 2> delta;  ///< [rows, M] or empty: nothing is added.
-  TensorView<T, 2> residual;     ///< [rows, M], read; written when delta is given.
-  WeightView weight;             ///< [1, M].
+  TensorView<const T, 2> delta{};  ///< [rows, M] or empty: nothing is added.
+  TensorView<T, 2> residual;       ///< [rows, M], read; written when delta is given.
+  WeightView weight;               ///< [1, M].
   /// [rows, M]; may alias residual if delta is empty. Empty: only the addition is done.
   TensorView<T, 2> out;
   float epsilon = 1e-5f;
@@ -88,7 +88,7 @@ template <class T>
 struct LinearArgs {
   TensorView<const T, 2> in;  ///< [rows, K], rows may be strided.
   WeightView weight;          ///< [N, K].
-  WeightView bias;            ///< [1, N] or empty.
+  WeightView bias{};          ///< [1, N] or empty.
   TensorView<T, 2> out;       ///< [rows, N], rows may be strided.
   bool accumulate = false;
 };
@@ -117,7 +117,7 @@ struct RopeArgs {
   TensorView<const T, 3> in;  ///< [tokens, H, >= rotary_dim], last stride 1; heads may share one row.
   TensorView<T, 3> out;       ///< Shape of `in`; may be the same memory.
   const std::int64_t* positions = nullptr;  ///< [tokens]; not read with rotary_dim 0.
-  RopeView rope;
+  RopeView rope{};
 };
 
 /// Arguments of prepare_qkv(): norm of q and k, rope on both, and the append of owned k and v, in one

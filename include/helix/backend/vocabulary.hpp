@@ -50,7 +50,7 @@ struct SampleArgs {
   TensorView<const T, 3> logits;
   const std::int64_t* shard_begins = nullptr;  ///< [shards + 1], device memory.
   const SamplingConfig* configs = nullptr;     ///< [rows], device memory; nullptr: all rows are greedy.
-  const std::uint64_t* counters = nullptr;     ///< [rows]; nullptr only when all rows are greedy.
+  const std::uint64_t* counters = nullptr;     ///< [rows]; nullptr only when `configs` is.
   std::int32_t* tokens = nullptr;              ///< [rows], written.
 };
 

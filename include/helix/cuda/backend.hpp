@@ -179,7 +179,9 @@ concept HasPeerChannel = WindowComm<C> && requires(const C& comm, const char* op
 };
 
 /// One rank: the operations and the stage's communicators, which it owns. Queue operations that use the
-/// communicators from one thread a rank, in the same order on all ranks.
+/// communicators from one thread a rank, in the same order on all ranks. Its own synchronize(), download(),
+/// take_download(), project_qkv() and reduce_norm() hide those of Operators, which know no other ranks: pass
+/// it on as a Backend.
 template <class CommType, class T>
 requires Communicator<CommType, Stream>
 class Backend : public Operators<T> {

@@ -37,7 +37,8 @@ class HELIX_API Graph {
   bool empty() const { return exec_ == nullptr; }
   std::size_t num_nodes() const { return num_nodes_; }
 
-  /// Queues the whole step on `stream` with one launch.
+  /// Queues the whole step on `stream` with one launch. @throws Error(invalid_argument) if the graph is
+  /// empty.
   void replay(Stream stream) const;
 
  private:

@@ -94,10 +94,11 @@ class HELIX_API Event {
 /// Records the event after all that is queued on `stream`.
 HELIX_API void record(const Event& event, Stream stream);
 
-/// Makes the host wait for all that is queued on `stream`.
+/// Makes the host wait for all that is queued on `stream`, however long that takes. Throws what CUDA reports,
+/// not what operations have found: Backend::synchronize() throws both and ends with its group's timeout.
 HELIX_API void synchronize(Stream stream);
 
-/// Makes the host wait for the work queued before the event was recorded.
+/// Makes the host wait for the work queued before the event was recorded; else as above.
 HELIX_API void synchronize(const Event& event);
 
 /// Milliseconds between two events made with timing, both of which have happened.

@@ -108,7 +108,9 @@ void run_check_exchange(int wrong, int field) {
   const auto sent = bench.array(own);
   bench.upload();
   const auto side = bench.device_side();
-  bench.backend().check_exchange(CheckExchangeArgs{side(messages), 48, 3, 9, side(sent)}, bench.stream());
+  bench.backend().check_exchange(
+      CheckExchangeArgs{.messages = side(messages), .message_bytes = 48, .peers = 3, .sent = side(sent)},
+      bench.stream());
   const auto code = [&] {
     try {
       bench.backend().synchronize(bench.stream());
@@ -207,8 +209,10 @@ void combine_exchange() {
     const auto sent = bench.array(own);
     const auto out = bench.poison(kTokens * kHeads * kWidth);
     const auto check_on = [&](const auto& side) {
-      return CheckExchangeArgs{reinterpret_cast<const std::byte*>(side(messages)), kHeads * kBlock * 4,
-                               kPeers, kTokens, side(sent)};
+      return CheckExchangeArgs{.messages = reinterpret_cast<const std::byte*>(side(messages)),
+                               .message_bytes = kHeads * kBlock * 4,
+                               .peers = kPeers,
+                               .sent = side(sent)};
     };
     const auto combine_on = [&](const auto& side) {
       LseCombineArgs<float> args;

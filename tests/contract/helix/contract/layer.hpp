@@ -202,12 +202,12 @@ void reduce_norm() {
       CAPTURE(tokens, has_norm);
       constexpr std::int64_t kHidden = 40;
       Workbench<B> bench;
-      const auto partial = bench.random(tokens * kHidden);
+      const auto summand = bench.random(tokens * kHidden);
       const auto residual = bench.random(tokens * kHidden);
       const auto weight = bench.weight(1, kHidden, DType::bf16);
       const auto out = bench.poison(tokens * kHidden);
       const auto make = [&](const auto& side) {
-        ReduceNormArgs<float> args{.partial = side.view(partial, tokens, kHidden),
+        ReduceNormArgs<float> args{.summand = side.view(summand, tokens, kHidden),
                                    .residual = side.view(residual, tokens, kHidden)};
         if (has_norm) {
           args.weight = weight.on(side);
@@ -218,7 +218,7 @@ void reduce_norm() {
       bench.check(
           make,
           [](const ReduceNormArgs<float>& args) {
-            reference::rms_norm({args.partial, args.residual, args.weight, args.out, args.epsilon});
+            reference::rms_norm({args.summand, args.residual, args.weight, args.out, args.epsilon});
           },
           [&](const auto& args, auto stream) { helix::reduce_norm(bench.backend(), args, stream); });
     }

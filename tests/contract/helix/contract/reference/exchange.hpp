@@ -58,9 +58,9 @@ inline void check_exchange(const CheckExchangeArgs& args) {
   for (std::int64_t peer = 0; peer < args.peers; ++peer) {
     ExchangeHeader header;
     std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
-    HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens && header.sender == peer,
+    HELIX_EXPECTS(header.epoch == epoch && header.tokens == own.tokens && header.sender == peer,
                   ErrorCode::out_of_step, "message of peer ", peer, " carries epoch ", header.epoch, ", ",
-                  header.tokens, " tokens, sender ", header.sender, "; expected ", epoch, ", ", args.tokens,
+                  header.tokens, " tokens, sender ", header.sender, "; expected ", epoch, ", ", own.tokens,
                   ", ", peer);
   }
 }

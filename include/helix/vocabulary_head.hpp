@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two ends of the stack, split over the vocabulary: token embedding, and LM head with sampling.
+// VocabularyHead: final norm, LM head and sampling, split over the vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,6 @@
 namespace helix {
 namespace detail {
 
-/// Throws Error(invalid_argument) unless the stage communicator has the size of the topology's stage.
-template <class Comm>
-void check_stage(std::string_view operation, const Comm& stage, const Topology& topo) {
-  HELIX_EXPECTS(stage.size() == topo.stage_size(), ErrorCode::invalid_argument, operation,
-                ": the stage communicator has ", stage.size(), " ranks; the topology's stage has ",
-                topo.stage_size());
-}
-
 /// Throws Error(invalid_argument) unless `rows` is in [0, kMaxStepTokens].
 inline void check_num_rows(std::int64_t rows) {
   HELIX_EXPECTS(rows >= 0 && rows <= kMaxStepTokens, ErrorCode::invalid_argument, "VocabularyHead: ", rows,
@@ -33,42 +25,6 @@ inline void check_num_rows(std::int64_t rows) {
 }
 
 }  // namespace detail
-
-/// Embeds tokens: out[t] = embedding of ids[t], equal on all N ranks. `table` holds this rank's rows,
-/// Topology::vocab. The caller must have checked the ids against the vocabulary: an id outside gives a zero
-/// row. Collective over the stage, with equal ids on all ranks; queued on `stream`, allocates nothing,
-/// capturable. After an error of one rank alone its caller must call the stage's abort(), as for
-/// VocabularyHead.
-/// @throws Error(invalid_argument) if the stage communicator is not the topology's, the table is not this
-/// rank's shard or not f32, f16 or bf16, or an address is missing.
-template <VocabularyBackend B>
-void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, const WeightView& table,
-                  TensorView<typename B::Activation, 2> out, typename B::Stream stream) {
-  using T = typename B::Activation;
-  auto* stage = &detail::given_comm("embed_tokens", "stage", backend.comms().stage);
-  detail::check_stage("embed_tokens", *stage, topo);
-  const Range shard = topo.vocab(stage->rank());
-  HELIX_EXPECTS(table.rows == shard.size() && table.cols == topo.shape().hidden, ErrorCode::invalid_argument,
-                "embed_tokens: the table is [", table.rows, ", ", table.cols,
-                "]; this rank's shard of the vocabulary is [", shard.size(), ", ", topo.shape().hidden, "]");
-  HELIX_EXPECTS(out.extent(1) == table.cols && out.is_contiguous(), ErrorCode::invalid_argument,
-                "embed_tokens: out is [", out.extent(0), ", ", out.extent(1), "] with strides [",
-                out.stride(0), ", ", out.stride(1), "]; give [tokens, ", table.cols, "], contiguous");
-  detail::check_weight_type("embed_tokens", "the table", table);
-  detail::check_given("embed_tokens", "the table", table.data, table.rows);
-  detail::check_given("embed_tokens", "ids", ids, out.extent(0));
-  detail::check_given("embed_tokens", "out", out.data(), out.extent(0));
-  if (out.extent(0) == 0) return;
-  backend.embed(EmbedArgs<T>{ids, table, shard.begin, out}, stream);
-  stage->all_reduce(out.data(), out.data(), out.size(), kDTypeOf<T>, stream);
-}
-
-/// Does not compile: the error names T and the activation type of B.
-template <VocabularyBackend B, detail::OtherActivation<B> T>
-void embed_tokens(B&, const Topology&, const std::int32_t*, const WeightView&, TensorView<T, 2>,
-                  typename B::Stream) {
-  detail::refuse_activation<T, B>();
-}
 
 /// Checks a sampling config. @throws Error(invalid_argument) naming the value that is NaN or out of range.
 inline void check_sampling(const SamplingConfig& config) {
@@ -196,21 +152,31 @@ class VocabularyHead {
                   "; it must be at least 0");
     detail::check_given("VocabularyHead::penalize", "penalties", penalties, count);
     if (count == 0) return;
-    backend_->penalize(PenalizeArgs<T>{logits, shard_begins(), penalties, count}, stream);
+    backend_->penalize(
+        PenalizeArgs<T>{
+            .logits = logits, .shard_begins = shard_begins(), .penalties = penalties, .count = count},
+        stream);
   }
 
   /// Draws one token for each row of `logits` into `tokens` (device, [rows]), equal on all ranks, by the
   /// row's config (device, [rows], each of which check_sampling() accepts; null: all rows are greedy).
-  /// `counters` (device, [rows]) makes each draw its own; it may be null if all rows are greedy. Local;
-  /// queued on `stream`.
+  /// `counters` (device, [rows]) makes each draw its own; it may be null if `configs` is. Local; queued on
+  /// `stream`.
   /// @throws Error(invalid_argument) if the logits do not have the shape that logits() gives, or an address
   /// is missing.
   void sample(Logits logits, const SamplingConfig* configs, const std::uint64_t* counters,
               std::int32_t* tokens, typename B::Stream stream) {
     check_logits("sample", logits);
     detail::check_given("VocabularyHead::sample", "tokens", tokens, logits.extent(1));
+    if (configs != nullptr)
+      detail::check_given("VocabularyHead::sample", "counters", counters, logits.extent(1));
     if (logits.extent(1) == 0) return;
-    backend_->sample(SampleArgs<T>{logits, shard_begins(), configs, counters, tokens}, stream);
+    backend_->sample(SampleArgs<T>{.logits = logits,
+                                   .shard_begins = shard_begins(),
+                                   .configs = configs,
+                                   .counters = counters,
+                                   .tokens = tokens},
+                     stream);
   }
 
   /// Writes the log-probabilities of `tokens` (device, [rows]) to `log_probs` (device, [rows]), and the
@@ -232,9 +198,14 @@ class VocabularyHead {
     check_given("best_ids", best_ids, num_best);
     check_given("best_log_probs", best_log_probs, num_best);
     if (logits.extent(1) == 0) return;
-    backend_->log_probs(
-        LogProbsArgs<T>{logits, shard_begins(), tokens, num_best, log_probs, best_ids, best_log_probs},
-        stream);
+    backend_->log_probs(LogProbsArgs<T>{.logits = logits,
+                                        .shard_begins = shard_begins(),
+                                        .tokens = tokens,
+                                        .num_best = num_best,
+                                        .log_probs = log_probs,
+                                        .best_ids = best_ids,
+                                        .best_log_probs = best_log_probs},
+                        stream);
   }
 
   /// Writes the L2 norm of each row of `logits` to `norms` (device, [rows]). Local; queued on `stream`.
@@ -244,7 +215,8 @@ class VocabularyHead {
     check_logits("norms", logits);
     detail::check_given("VocabularyHead::norms", "norms", norms, logits.extent(1));
     if (logits.extent(1) == 0) return;
-    backend_->logit_norms(LogitNormsArgs<T>{logits, shard_begins(), norms}, stream);
+    backend_->logit_norms(LogitNormsArgs<T>{.logits = logits, .shard_begins = shard_begins(), .norms = norms},
+                          stream);
   }
 
  private:
@@ -261,8 +233,9 @@ class VocabularyHead {
   };
 
   static int checked_ranks(B& backend, const Topology& topo) {
-    detail::check_stage("VocabularyHead",
-                        detail::given_comm("VocabularyHead", "stage", backend.comms().stage), topo);
+    detail::check_stage_size("VocabularyHead",
+                             detail::given_comm("VocabularyHead", "stage", backend.comms().stage),
+                             topo.stage_size());
     return topo.stage_size();
   }
 
@@ -315,14 +288,17 @@ class VocabularyHead {
     const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
     const Shard shard{buffers, {logits_of(buffers.sent), {num_rows, width_}}};
     if (num_rows == 0) return shard;
-    backend_->gather_rows(GatherRowsArgs<T>{hidden, rows, buffers.selected}, stream);
+    backend_->gather_rows(GatherRowsArgs<T>{.in = hidden, .rows = rows, .out = buffers.selected}, stream);
     if (!final_norm_.empty()) {
-      backend_->rms_norm(RmsNormArgs<T>{{}, buffers.selected, final_norm_, buffers.selected, norm_epsilon_},
+      backend_->rms_norm(RmsNormArgs<T>{.residual = buffers.selected,
+                                        .weight = final_norm_,
+                                        .out = buffers.selected,
+                                        .epsilon = norm_epsilon_},
                          stream);
     }
     if (lm_head_.rows > 0) {
       const TensorView<T, 2> out = shard.logits.slice(1, 0, lm_head_.rows);
-      backend_->linear(LinearArgs<T>{buffers.selected, lm_head_, {}, out}, stream);
+      backend_->linear(LinearArgs<T>{.in = buffers.selected, .weight = lm_head_, .out = out}, stream);
     }
     return shard;
   }
@@ -336,10 +312,18 @@ class VocabularyHead {
     const Logits all(logits_of(ranks_ > 1 ? buffers.received : buffers.sent), {ranks_, num_rows, width_},
                      {message / static_cast<std::int64_t>(sizeof(T)), width_, 1});
     if (num_rows == 0 || ranks_ == 1) return all;
-    backend_->stamp(StampArgs{buffers.sent.data(), tokens, rank_, gathers(), positions}, stream);
+    backend_->stamp(StampArgs{.message = buffers.sent.data(),
+                              .tokens = tokens,
+                              .sender = rank_,
+                              .exchanges = gathers(),
+                              .positions = positions},
+                    stream);
     backend_->comms().stage->all_gather(buffers.sent.data(), buffers.received.data(), message, stream);
-    backend_->check_exchange(
-        CheckExchangeArgs{buffers.received.data(), message, ranks_, tokens, buffers.sent.data()}, stream);
+    backend_->check_exchange(CheckExchangeArgs{.messages = buffers.received.data(),
+                                               .message_bytes = message,
+                                               .peers = ranks_,
+                                               .sent = buffers.sent.data()},
+                             stream);
     return all;
   }
 
