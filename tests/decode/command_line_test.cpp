@@ -11,6 +11,7 @@
 #include <helix/error.hpp>
 
 #include "cli/counts.hpp"
+#include "cli/machine.hpp"
 #include "cli/warnings.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -114,6 +115,17 @@ TEST_CASE("memory is what the system's table says", "[quick]") {
   CHECK_FALSE(parse_memory("MemAvailable:", "MemAvailable:"));
   CHECK_FALSE(parse_memory("MemAvailable: lots\n", "MemAvailable:"));
   CHECK_FALSE(parse_memory("", "MemTotal:"));
+}
+
+TEST_CASE("the cores of a container are its quota of a period, rounded up") {
+  CHECK(parse_cpu_limit("400000 100000\n") == 4);
+  CHECK(parse_cpu_limit("150000 100000\n") == 2);
+  CHECK(parse_cpu_limit("1000 100000") == 1);
+  for (const char* text : {"max 100000\n", "", "100000", "0 100000", "100000 0", "-1 100000", "some 1"}) {
+    CAPTURE(text);
+    CHECK_FALSE(parse_cpu_limit(text));
+  }
+  CHECK(machine_cores() >= 1);
 }
 
 TEST_CASE("ranks on one GPU share its memory", "[quick]") {

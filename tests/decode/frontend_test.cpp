@@ -136,6 +136,17 @@ TEST_CASE("the end says what a client that has not left did not read") {
              Contains("nobody read standard output for 0.3 s at the end") && Contains("bytes are lost"));
 }
 
+TEST_CASE("without finish(), as after a failure, a client that reads nothing is waited for only briefly") {
+  Pipes pipes;
+  const auto begin = std::chrono::steady_clock::now();
+  {
+    Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(60000));
+    frontend.start_reading({});
+    frontend.write(std::string(std::size_t{1} << 20, 'x'));
+  }
+  CHECK(std::chrono::steady_clock::now() - begin < milliseconds(10000));
+}
+
 TEST_CASE("a client that reads nothing is waited for until its input has ended, and then for so long") {
   Pipes pipes;
   Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(200));

@@ -17,6 +17,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/launch.hpp"
+#include "cli/machine.hpp"
 #include "cli/options.hpp"
 #include "cli/planning.hpp"
 #include "comm/bootstrap_job.hpp"

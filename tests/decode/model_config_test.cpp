@@ -809,6 +809,7 @@ TEST_CASE("each key of generation_config.json sets its own default, draws' only 
     file["top_k"] = wrong;
     CHECK_THAT(required_failure([&] { defaults(); }).what,
                Catch::Contains("top_k is ") && Catch::Contains("an integer from 0 to 2147483647"));
+    CHECK(parse_generation_config(file.dump(), "generation_config.json", false).sampling == SamplingConfig{});
   }
   file = {{"do_sample", true}};
   CHECK(defaults().eos_ids.empty());

@@ -7,6 +7,7 @@
 
 #include <unistd.h>
 
+#include "cli/machine.hpp"
 #include "model/parse_config.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -63,8 +64,7 @@ TEST_CASE("layers are dealt to any number of stages") {
 TEST_CASE("ranks share the memory of the machine, and a cached element takes its type's bytes") {
   // A rank that has a quarter of the memory may use 0.9 of it, which is 0.225 of the total. Four ranks of one
   // sequence each hold a quarter of the tokens, at 512 f32 elements per token.
-  const double memory =
-      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  const auto memory = static_cast<double>(decode::host_memory());
   const auto request_for = [&](double fraction, DType type) {
     GenerationRequest request = request_of(1, static_cast<std::int64_t>(fraction * memory / (512 * 4 / 4)));
     request.kv_dtype = type;
@@ -92,6 +92,23 @@ TEST_CASE("a rank plans with the memory that its launcher has found for it", "[q
     REQUIRE(full);
     CHECK(full->code == ErrorCode::capacity);
   }
+}
+
+TEST_CASE("block-scaled fp8 weights are planned as the f32 that they are widened to", "[quick]") {
+  decode::ModelConfig wide = small_model();
+  wide.dtype = DType::f32;
+  decode::ModelConfig fp8 = small_model();
+  fp8.dtype = DType::bf16;
+  fp8.fp8_blocks = {128, 128};
+  GenerationRequest request = request_of(1, 64);
+  request.kv_dtype = DType::f32;
+  const auto fits = [&](const decode::ModelConfig& config, std::int64_t rank_memory) {
+    return !failure_of([&] { decode::choose_topology(config, request, {.rank_memory = rank_memory}, {1}); });
+  };
+  std::int64_t least = 1 << 10;  // for f32
+  while (!fits(wide, least)) least += least / 16;
+  CHECK(fits(fp8, least));
+  CHECK_FALSE(fits(fp8, least - least / 8));
 }
 
 }  // namespace

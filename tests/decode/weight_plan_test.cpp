@@ -2,6 +2,7 @@
 // Weight plans: the slices of all ranks partition the tensors, and checkpoints that do not fit are refused.
 #include "model/weight_plan.hpp"
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -187,8 +188,9 @@ TEST_CASE("the reference checkpoints fit their configs on every legal topology o
         for (int rank = 0; rank < size; ++rank)
           all += plan_weights(config, checkpoint, topo, rank).allocated_bytes();
         if (size == 1) alone = all;
+        // Ranks share out what is sharded; norms and a few others lie on all of them.
         CHECK(all >= alone);
-        CHECK(all < size * alone + 1);
+        if (size > 1) CHECK(all < size * alone * 7 / 8);
       }
     }
     CHECK(alone > 0);
@@ -331,7 +333,12 @@ TEST_CASE("a config of a million layers over a small file fails fast") {
   config["num_hidden_layers"] = 1 << 20;
   const ModelConfig parsed = parse_model_config(config.dump(), "config.json");
   const Checkpoint checkpoint = model.checkpoint();
-  CHECK_THROWS_AS(plan_weights(parsed, checkpoint, Topology({}, parsed.shape), 0), Error);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto failure =
+      required_failure([&] { plan_weights(parsed, checkpoint, Topology({}, parsed.shape), 0); });
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(20));
+  CHECK(failure.code == ErrorCode::invalid_file);
+  CHECK_THAT(failure.what, Catch::Contains("is missing"));
 }
 
 TEST_CASE("a tensor that the index omits, but its file has, is told of the index") {

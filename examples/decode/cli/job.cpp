@@ -52,7 +52,7 @@ std::vector<int> num_ranks(const Options& options, const Launcher& launcher) {
 
 /// The activation type if the command line leaves it open and every rank accepts 16 bits. On GPUs it is the
 /// checkpoint's type. On the CPU it is bf16 for a bf16 checkpoint, else f32.
-DType widest_choice(const Options& options, const ModelConfig& config) {
+DType preferred_activation(const Options& options, const ModelConfig& config) {
   if (options.activation) return *options.activation;
   if (options.verify) return DType::f32;
   if (options.device == Device::cuda) return config.fp8_blocks ? DType::bf16 : config.dtype;
@@ -98,14 +98,14 @@ Job::Job(Options given, const Launcher& launcher)
       checkpoint(options.model),
       config(read_model_config(checkpoint)) {
   // On the CPU the memory plan is that of f32: products keep the 16-bit copies of their inputs themselves.
-  if (options.device == Device::cuda) launch.activation = widest_choice(options, config);
+  if (options.device == Device::cuda) launch.activation = preferred_activation(options, config);
   if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
   GenerationRequest& request = options.request;
   HELIX_EXPECTS(config.shape.is_mla() || request.mla_prefill == MlaForm::automatic,
                 ErrorCode::invalid_argument,
                 "--mla-prefill is given, but the model has no latent attention: drop it");
-  const GenerationDefaults defaults =
-      parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
+  const GenerationDefaults defaults = parse_generation_config(
+      checkpoint.generation_config_json(), checkpoint.generation_config_path(), options.serve);
   if (!defaults.eos_ids.empty()) config.eos_ids = defaults.eos_ids;
   if (options.serve) {
     request.serving = serve_limits(options.serve_limits, config);
@@ -190,7 +190,7 @@ JobFields Job::fields() const {
 
 DType choose_activation(const Job& job, const JobAgreement& agreement) {
   if (job.options.activation) return *job.options.activation;
-  return agreement.accepts_bf16 ? widest_choice(job.options, job.config) : DType::f32;
+  return agreement.accepts_bf16 ? preferred_activation(job.options, job.config) : DType::f32;
 }
 
 }  // namespace helix::decode

@@ -20,6 +20,7 @@
 
 #include "cli/launch_cuda.hpp"
 #include "cli/launch_mpi.hpp"
+#include "cli/machine.hpp"
 #include "cli/rank_threads.hpp"
 #include "generate/request_plan.hpp"
 
@@ -97,8 +98,8 @@ void run_on_threads(std::size_t num_ranks, const std::function<void(std::size_t)
 
 int threads_per_rank(const LaunchOptions& options, const Topology& topo) {
   if (options.num_threads > 0) return options.num_threads;
-  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  return std::max(1, cores / (options.num_local_ranks > 0 ? options.num_local_ranks : topo.world_size()));
+  return std::max(
+      1, machine_cores() / (options.num_local_ranks > 0 ? options.num_local_ranks : topo.world_size()));
 }
 
 GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
@@ -202,12 +203,8 @@ std::optional<int> known_local_processes() {
   return std::nullopt;
 }
 
-int num_local_processes() {
-  return known_local_processes().value_or(1);
-}
-
 Device automatic_device() {
-  if (visible_gpus() < num_local_processes()) return Device::cpu;
+  if (visible_gpus() < known_local_processes().value_or(1)) return Device::cpu;
   // If only MPI can tell the ranks apart, each process would be a job of its own on the GPU.
   const bool is_open_mpi = std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr;
   return !is_mpi_process() || is_open_mpi || is_cuda_job() ? Device::cuda : Device::cpu;

@@ -33,9 +33,6 @@ Device automatic_device();
 /// Number of the job's processes on this machine according to mpirun; nullopt if the launcher does not say.
 std::optional<int> known_local_processes();
 
-/// Number of the job's processes on this machine: known_local_processes(), or else 1.
-int num_local_processes();
-
 /// Which GPU a rank thread gets.
 enum class GpuPlacement {
   automatic,  ///< one_each if there are several ranks and as many GPUs, else shared.

@@ -12,7 +12,7 @@
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/job_comms.hpp>
 
-#include "cli/planning.hpp"
+#include "cli/machine.hpp"
 #include "generate/generate.hpp"
 
 namespace helix::decode {

@@ -4,12 +4,11 @@
 
 #include <algorithm>
 
-#include <unistd.h>
-
 #include <helix/kv_format.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/search.hpp>
 
+#include "cli/machine.hpp"
 #include "model/planner_model.hpp"
 
 namespace helix::decode {
@@ -49,15 +48,11 @@ plan::Hardware gpu_hardware() {
 
 }  // namespace
 
-std::int64_t host_memory() {
-  return static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) *
-         static_cast<std::int64_t>(sysconf(_SC_PAGESIZE));
-}
-
 TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
                              const LaunchOptions& launch, const std::vector<int>& num_ranks) {
   const int most_ranks = *std::ranges::max_element(num_ranks);
-  const plan::Precision precision{.weight_bits = config.fp8_blocks ? 8.0 : bits(config.dtype),
+  // Block-scaled fp8 weights are widened to f32 as they are read.
+  const plan::Precision precision{.weight_bits = config.fp8_blocks ? 32.0 : bits(config.dtype),
                                   .kv_bits = kv_bits(config.shape, request.kv_dtype),
                                   .activation_bits = bits(launch.activation)};
   const double rank_memory = launch.rank_memory > 0 ? static_cast<double>(launch.rank_memory)

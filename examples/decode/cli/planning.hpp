@@ -13,9 +13,6 @@
 
 namespace helix::decode {
 
-/// Memory of this machine in bytes.
-std::int64_t host_memory();
-
 /// Chooses the fastest Helix topology, with a number of ranks that `num_ranks` allows, in which the request's
 /// sequences at their longest fit into the ranks' memory. On GPUs the machine is the preset h200. On the CPU
 /// a rank has launch.rank_memory, or its share of host_memory() if that is 0, and speeds are assumed. A pure

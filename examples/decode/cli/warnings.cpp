@@ -3,10 +3,6 @@
 #include "cli/warnings.hpp"
 
 #include <algorithm>
-#include <charconv>
-#include <fstream>
-#include <iterator>
-#include <system_error>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -16,33 +12,13 @@
 
 #include "checkpoint/strict_json.hpp"
 #include "cli/launch_cuda.hpp"
+#include "cli/machine.hpp"
 #include "cli/report.hpp"
 #include "generate/generation_defaults.hpp"
 #include "model/weight_plan.hpp"
 
 namespace helix::decode {
 namespace {
-
-std::optional<std::int64_t> leading_number(std::string_view text) {
-  std::int64_t value = 0;
-  if (std::from_chars(text.data(), text.data() + text.size(), value).ec != std::errc()) return std::nullopt;
-  return value;
-}
-
-std::string read_small(const char* file) {
-  std::ifstream in(file);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
-
-/// The value under `key` in this machine's /proc/meminfo, but at most the limit of the container around this
-/// process; nullopt if neither is known.
-std::optional<std::int64_t> machine_bytes(std::string_view key) {
-  std::optional<std::int64_t> bytes = parse_memory(read_small("/proc/meminfo"), key);
-  // The container's limit; the text "max" means none.
-  if (const auto limit = leading_number(read_small("/sys/fs/cgroup/memory.max")))
-    bytes = std::min(bytes.value_or(*limit), *limit);
-  return bytes;
-}
 
 std::int64_t bytes_of(const RankMemory& memory) {
   return saturating_sum(saturating_sum(memory.weights_bytes, memory.kv_bytes), memory.workspace_bytes);
@@ -58,7 +34,8 @@ std::int64_t own_bytes(const std::vector<RankMemory>& plan, std::size_t num_rank
 
 /// Number of the plan's ranks on this machine.
 std::size_t num_local_ranks(const Launcher& launcher, const std::vector<RankMemory>& plan) {
-  return launcher.has_processes() ? static_cast<std::size_t>(num_local_processes()) : plan.size();
+  const int local = launcher.num_local_ranks();
+  return local > 0 ? static_cast<std::size_t>(local) : plan.size();
 }
 
 constexpr const char* kAdvice = "use shorter or fewer sequences, a smaller --kv-dtype or more ";
@@ -132,16 +109,6 @@ std::optional<std::string> short_gpu(int gpu, std::int64_t needed) {
 
 }  // namespace
 
-std::optional<std::int64_t> parse_memory(std::string_view text, std::string_view key) {
-  const std::size_t at = text.find(key);
-  if (at == std::string_view::npos) return std::nullopt;
-  const std::size_t digits = text.find_first_not_of(" \t", at + key.size());
-  if (digits == std::string_view::npos) return std::nullopt;
-  const std::optional<std::int64_t> kilobytes = leading_number(text.substr(digits));
-  if (!kilobytes) return std::nullopt;
-  return *kilobytes * 1024;
-}
-
 std::int64_t host_bytes(const std::vector<RankMemory>& plan, std::size_t num_ranks,
                         const Checkpoint& checkpoint) {
   std::int64_t in_place = 0;
@@ -178,7 +145,8 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
     add(unread_attention_keys(config, checkpoint));
     add(unknown_eos_ids(config, checkpoint));
     const GenerationDefaults defaults =
-        parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
+        parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path(),
+                                request.serving.has_value());
     add(unheeded_keys(defaults, checkpoint));
     add(unheeded_penalty(defaults, checkpoint, request));
   }
@@ -192,7 +160,7 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
   }
   if (!is_root) return lines;
   const std::int64_t needed = host_bytes(plan, num_local_ranks(launcher, plan), checkpoint);
-  const std::optional<std::int64_t> available = machine_bytes("MemAvailable:");
+  const std::optional<std::int64_t> available = machine_memory("MemAvailable:");
   if (available && needed > *available) {
     add(fmt::format(
         "warning: the plan takes {} of this machine's memory, of which {} are available: {}machines",
@@ -205,7 +173,7 @@ void expect_memory(const Launcher& launcher, const LaunchOptions& launch,
                    const std::vector<RankMemory>& plan) {
   if (launch.device == Device::cuda || launcher.rank() != 0) return;
   const std::int64_t needed = own_bytes(plan, num_local_ranks(launcher, plan));
-  const std::optional<std::int64_t> all = machine_bytes("MemTotal:");
+  const std::optional<std::int64_t> all = machine_memory("MemTotal:");
   HELIX_EXPECTS(!all || needed <= *all, ErrorCode::capacity, "the plan takes ", format_bytes(needed),
                 " of this machine's memory, which has ", format_bytes(*all), ": ", kAdvice, "machines");
 }

@@ -38,8 +38,4 @@ std::map<int, std::int64_t> gpu_bytes(const std::vector<RankMemory>& plan, const
 void expect_memory(const Launcher& launcher, const LaunchOptions& launch,
                    const std::vector<RankMemory>& plan);
 
-/// Finds the line of `text` (/proc/meminfo) that begins with `key`, such as "MemAvailable:   123 kB", and
-/// returns its bytes; nullopt if there is no such line.
-std::optional<std::int64_t> parse_memory(std::string_view text, std::string_view key);
-
 }  // namespace helix::decode

@@ -68,7 +68,8 @@ std::int64_t whole_or(const ObjectReader& top, const char* key, std::int64_t fal
 
 }  // namespace
 
-GenerationDefaults parse_generation_config(std::string_view json, std::string_view file) {
+GenerationDefaults parse_generation_config(std::string_view json, std::string_view file,
+                                           bool reads_sampling) {
   constexpr double kMaxTemperature = 100.0;
   constexpr double kMinPositive = 1e-6;
   constexpr double kMaxPenalty = 100.0;
@@ -83,7 +84,7 @@ GenerationDefaults parse_generation_config(std::string_view json, std::string_vi
   defaults.unheeded = unheeded_keys(top);
   defaults.penalties.repetition =
       static_cast<float>(top.number_or("repetition_penalty", 1.0, kMinPositive, kMaxPenalty));
-  if (!top.boolean_or("do_sample", false)) return defaults;
+  if (!reads_sampling || !top.boolean_or("do_sample", false)) return defaults;
   defaults.sampling.temperature = static_cast<float>(top.number_or("temperature", 1.0, 0.0, kMaxTemperature));
   defaults.sampling.top_p = static_cast<float>(top.number_or("top_p", 1.0, kMinPositive, 1.0));
   defaults.sampling.min_p = static_cast<float>(top.number_or("min_p", 0.0, 0.0, 1.0));

@@ -20,8 +20,10 @@ struct GenerationDefaults {
   std::vector<std::string> unheeded;  ///< Keys whose feature is not built, such as beams.
 };
 
-/// Parses the text of the file; an empty text gives the defaults.
+/// Parses the text of the file; an empty text gives the defaults. Unless `reads_sampling`, the keys of draws
+/// are not read and may have any value.
 /// @throws Error(invalid_file) naming `file`, key and value.
-GenerationDefaults parse_generation_config(std::string_view json, std::string_view file);
+GenerationDefaults parse_generation_config(std::string_view json, std::string_view file,
+                                           bool reads_sampling = true);
 
 }  // namespace helix::decode

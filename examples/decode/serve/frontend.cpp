@@ -28,6 +28,7 @@ namespace {
 
 constexpr std::size_t kReadBytes = 65536;
 constexpr int kPollMilliseconds = 100;
+constexpr std::chrono::seconds kLastPatience(1);  // with a client that reads nothing, after a failure
 
 /// Assembles lines from pieces of input.
 class LineSplitter {
@@ -110,35 +111,39 @@ Frontend::Frontend(int in, int out, std::chrono::milliseconds patience)
     reader_ = std::thread([this] { guard([this] { read_lines(); }); });
     writer_ = std::thread([this] { guard([this] { write_lines(); }); });
   } catch (const std::system_error& error) {
-    {
-      const std::scoped_lock lock(mutex_);
-      is_closing_ = true;
-    }
-    changed_.notify_all();
-    close(wake_[1]);
-    if (reader_.joinable()) reader_.join();
-    close(wake_[0]);
+    close_threads();
     throw Error(ErrorCode::capacity, "a thread for input and output cannot be started: ", error.what(),
                 "; raise the limit (ulimit -u or -v, a container's pids)");
+  } catch (...) {
+    close_threads();
+    throw;
   }
 }
 
 Frontend::~Frontend() {
-  finish();
+  {
+    const std::scoped_lock lock(mutex_);
+    patience_ = std::min<std::chrono::milliseconds>(patience_, kLastPatience);
+  }
+  close_threads();
 }
 
 std::string Frontend::finish() {
-  if (!reader_.joinable()) return failure_;
+  close_threads();
+  return failure_;
+}
+
+void Frontend::close_threads() noexcept {
+  if (wake_[1] < 0) return;  // has been done
   {
     const std::scoped_lock lock(mutex_);
     is_closing_ = true;
   }
   changed_.notify_all();
-  close(wake_[1]);  // wakes the reader
-  reader_.join();
-  writer_.join();
+  close(std::exchange(wake_[1], -1));  // wakes the reader
+  if (reader_.joinable()) reader_.join();
+  if (writer_.joinable()) writer_.join();
   close(wake_[0]);
-  return failure_;
 }
 
 template <class Body>
@@ -153,13 +158,16 @@ void Frontend::guard(const Body& body) noexcept {
   changed_.notify_all();
 }
 
-void Frontend::give_up(std::string why) {
+void Frontend::give_up(const char* why) noexcept {
   const std::scoped_lock lock(mutex_);
   lines_.clear();
   std::string().swap(pending_);
-  failure_ = std::move(why);
   end_input();
   is_client_gone_ = true;
+  try {
+    failure_ = why;
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 void Frontend::end_input() {

@@ -29,8 +29,10 @@ class Frontend {
 
   /// The descriptors stay open and belong to the caller. Once the input has ended or its writer has left, a
   /// client that reads nothing for `patience` counts as gone.
-  /// @throws Error(capacity) if a thread cannot be started.
+  /// @throws Error(capacity) if a thread cannot be started; std::bad_alloc.
   Frontend(int in, int out, std::chrono::milliseconds patience = std::chrono::seconds(10));
+  /// Ends both threads. Without finish(), as after a failure, a client that reads nothing for a second counts
+  /// as gone.
   ~Frontend();
   Frontend(const Frontend&) = delete;
   Frontend& operator=(const Frontend&) = delete;
@@ -58,7 +60,7 @@ class Frontend {
   /// Whether nothing can reach the client any more: its end is closed, or writing fails.
   bool is_client_gone() const;
 
-  /// Ends both threads, as the destructor does. Returns a description of what could not be read from or
+  /// Ends both threads. Returns a description of what could not be read from or
   /// written to a client that had not left; empty if nothing.
   std::string finish();
 
@@ -71,8 +73,11 @@ class Frontend {
   /// Waits until reading has started and enough lines are taken that there is room for more. Returns false if
   /// the frontend is closing.
   bool wait_for_room();
-  /// Gives up both directions after a thread's exception: what waits is dropped, and finish() returns `why`.
-  void give_up(std::string why);
+  /// Gives up both directions after a thread's exception: what waits is dropped, and finish() returns `why`,
+  /// or nothing if there is no memory even for that.
+  void give_up(const char* why) noexcept;
+  /// Ends the threads that have started.
+  void close_threads() noexcept;
   /// Runs the body of a thread, and gives up on any exception.
   template <class Body>
   void guard(const Body& body) noexcept;
