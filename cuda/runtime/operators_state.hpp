@@ -31,7 +31,7 @@ struct FailureRecord {
   std::uint32_t is_complete = 0;  ///< written last
   std::uint32_t peer = 0;         ///< check_exchange: the peer whose message is wrong
   ExchangeHeader header{};        ///< What the message begins with.
-  ExchangeHeader expected{};      ///< What it should, but for the sender.
+  ExchangeHeader expected{};      ///< What it should begin with.
 };
 
 /// cuBLASLt handle, workspace and plans of a rank. Defined in cuda/linear/matmul.cpp.
