@@ -50,19 +50,19 @@ choose_cuda() {
   fi
 }
 
-# Whether the last configuration looked for CUDA and found none, and there is a compiler now.
-has_new_cuda() {
+# Whether the last configuration looked for nvcc and found none, and there is one now.
+has_new_nvcc() {
   [[ "$(configured_cuda)" == AUTO ]] && ! grep -q '^CMAKE_CUDA_COMPILER:[A-Z]*=/' "$build/CMakeCache.txt" \
-    && { command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; }
+    && command -v nvcc >/dev/null
 }
 
 # Builds target $1 and its dependencies. Configures only if that was never done, the presets have changed,
-# another CUDA setting is asked for, or CUDA has come; ninja sees all other changes.
+# another CUDA setting is asked for, or nvcc has come; ninja sees all other changes.
 build_target() {
   local cuda
   cuda="$(choose_cuda)"
   "$root/cmake/forget_other_tools.sh" "$build"
-  if [[ ! -f "$build/build.ninja" || "$root/CMakePresets.json" -nt "$build/build.ninja" || "$cuda" != "$(configured_cuda)" ]] || has_new_cuda; then
+  if [[ ! -f "$build/build.ninja" || "$root/CMakePresets.json" -nt "$build/build.ninja" || "$cuda" != "$(configured_cuda)" ]] || has_new_nvcc; then
     local options=("-DHELIX_CUDA=$cuda")
     if command -v ccache >/dev/null; then
       options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)

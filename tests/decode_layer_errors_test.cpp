@@ -336,7 +336,8 @@ TEST_CASE("A KVP group of the right size with ranks of two groups is out of step
       out_of_step += outcomes.code(r) == ErrorCode::out_of_step ? 1 : 0;
     }
     CHECK(out_of_step >= 1);
-    CHECK(outcomes.all_messages().find("the communicator has ranks of several groups") != std::string::npos);
+    CHECK(outcomes.all_messages().find("the communicator has ranks of several KVP groups") !=
+          std::string::npos);
   }
 }
 

@@ -104,7 +104,7 @@ double time_reduce_norm(int size, int num_gpus, std::int64_t rows, std::int64_t 
     result.summand = values_of(summand);
     const std::vector<bf16> residual_before = values_of(residual);
     const double rank_us = time_together(rank, kPerGraph, queue);
-    // Each call adds to the residual, and over NCCL to the partials: restore the inputs and make one more
+    // Each call adds to the residual, and over NCCL to the summands: restore the inputs and make one more
     // call.
     rank.backend.upload(summand.data(), result.summand.data(), summand.size_bytes(), rank.stream);
     rank.backend.upload(residual.data(), residual_before.data(), residual.size_bytes(), rank.stream);

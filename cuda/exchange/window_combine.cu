@@ -59,7 +59,8 @@ __device__ __forceinline__ void send_headers(const PeerWaits& waits, const Windo
   if (lane == 0) epoch = own;
 }
 
-/// Waits for the message of `peer` in exchange number `exchanges`, counted from 1. Sets `seen` to its epoch.
+/// Waits for the message of `peer` in the exchange that WindowPlace::exchanges counts. Sets `seen` to its
+/// epoch.
 __device__ bool wait_for_header(const PeerWaits& waits, const std::byte* header, std::uint64_t exchanges,
                                 int peer, std::uint64_t& seen) {
   return wait_for_peer(waits, peer, exchanges, [&](std::uint64_t& value) {

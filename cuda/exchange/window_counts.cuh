@@ -10,7 +10,7 @@
 namespace helix::cuda {
 
 struct WindowCounts {
-  std::uint64_t exchanges;  // that this rank has combined
+  std::uint64_t exchanges;  // from first_exchange_count() on, one more for each that this rank has combined
   std::uint32_t combining;  // blocks of the running combine that have read it; 0 between launches
 };
 static_assert(sizeof(WindowCounts) <= kExchangeCountBytes);
@@ -21,7 +21,7 @@ __device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& win
 
 /// An exchange's number and slot, as read on the device.
 struct WindowPlace {
-  std::uint64_t exchanges;  ///< Its number, counted from 1.
+  std::uint64_t exchanges;  ///< The count, this exchange included.
   std::int64_t slot_begin;  ///< Bytes from the first slot to its own.
 
   explicit __device__ __forceinline__ WindowPlace(const WindowExchangeArgs& window)

@@ -63,20 +63,19 @@ constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, const std::int64
 /// the same exchange. @throws Error(out_of_step) that says how they differ.
 inline void check_exchange_header(std::int64_t peer, const ExchangeHeader& header,
                                   const ExchangeHeader& own) {
-  const auto step = [](std::uint64_t epoch) {
-    return epoch & ((std::uint64_t{1} << detail::kExchangeGroupShift) - 1);
-  };
-  const auto group = [](std::uint64_t epoch) {
-    return epoch >> detail::kExchangeGroupShift & (detail::kMaxExchangeGroups - 1);
-  };
+  constexpr std::uint32_t kSteps = std::uint32_t{1} << detail::kExchangeGroupShift;
+  const auto count = [](std::uint64_t epoch) { return static_cast<std::uint32_t>(epoch); };
+  const auto step = [&](std::uint64_t epoch) { return count(epoch) % kSteps; };
+  const auto group = [&](std::uint64_t epoch) { return count(epoch) / kSteps; };
   const auto hash = [](std::uint64_t epoch) { return epoch >> 32; };
   HELIX_EXPECTS(header.sender == peer, ErrorCode::out_of_step,
                 "exchange: the message in the place of group rank ", peer, " names rank ", header.sender,
                 " as its sender: ranks exchange different numbers of tokens, or the groups differ");
-  HELIX_EXPECTS(group(header.epoch) == group(own.epoch), ErrorCode::out_of_step,
-                "exchange: the message from group rank ", peer, " is of KVP group ", group(header.epoch),
-                ", this rank is in group ", group(own.epoch),
-                ": the communicator has ranks of several groups; make it of the ranks with one TPA rank");
+  // Ranks of one group never differ by so many exchanges.
+  HELIX_EXPECTS(count(header.epoch) == count(own.epoch) || step(header.epoch) != step(own.epoch),
+                ErrorCode::out_of_step, "exchange: the message from group rank ", peer, " counts as group ",
+                group(header.epoch), ", this rank as group ", group(own.epoch),
+                ": the communicator has ranks of several KVP groups; make it of the ranks with one TPA rank");
   HELIX_EXPECTS(header.epoch == own.epoch && header.tokens == own.tokens, ErrorCode::out_of_step,
                 "exchange: the message from group rank ", peer, " says step ", step(header.epoch), ", ",
                 header.tokens, " tokens, positions of hash ", hash(header.epoch), "; expected step ",

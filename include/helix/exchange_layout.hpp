@@ -13,7 +13,7 @@
 
 namespace helix {
 
-/// Sizes of a rank's exchanges. They must be equal on all ranks.
+/// Sizes of a rank's exchanges. They must be equal on all ranks of the KVP group.
 struct KvpAllToAllSpec {
   std::int64_t max_tokens = 0;       ///< Tokens of the largest step, all slices together.
   std::int64_t num_query_heads = 0;  ///< Hq/TPA.

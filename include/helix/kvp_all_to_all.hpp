@@ -31,7 +31,7 @@ class KvpAllToAll {
   using Stream = typename B::Stream;
 
   /// Allocates the messages; those that peers write lie in memory of the communicator. Keeps the backend's
-  /// address. Collective over the KVP group.
+  /// address. Collective over the KVP group; waits for the upload of the group's number.
   /// @throws Error(invalid_argument) if the KVP width does not divide the query heads, a size exceeds
   /// limits.hpp, or the backend has no KVP communicator.
   KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)

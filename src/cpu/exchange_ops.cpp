@@ -6,7 +6,6 @@
 #include <limits>
 
 #include <helix/cpu/backend.hpp>
-#include <helix/error.hpp>
 #include <helix/lse.hpp>
 
 #include "cpu/row_tasks.hpp"

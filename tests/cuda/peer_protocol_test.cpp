@@ -79,7 +79,7 @@ struct Sums {
   /// Sets the summand [steps, rows, width], at most the size it was created for, to one value per step, and
   /// the residual to zeros.
   template <class ValueOf>
-  void set_partial(int steps, const ValueOf& value_of) {
+  void set_summand(int steps, const ValueOf& value_of) {
     std::vector<bf16> values;
     for (int step = 0; step < steps; ++step)
       values.insert(values.end(), static_cast<std::size_t>(rows * width), bf16(value_of(step)));
@@ -146,7 +146,7 @@ TEST_CASE("sums find nothing that was left in their slots by others") {
       for (const Shape& s : {Shape{1, 512}, {80, 8192}, {5, 8192}, {70, 1024}, {1, 24}, {33, 2048}}) {
         sums.rows = s.rows;
         sums.width = s.width;
-        sums.set_partial(kSteps, [&](int step) { return value_of(comm.rank(), step); });
+        sums.set_summand(kSteps, [&](int step) { return value_of(comm.rank(), step); });
         const auto queue_all = [&] {
           for (int step = 0; step < kSteps; ++step) sums.queue(step * s.rows * s.width);
         };

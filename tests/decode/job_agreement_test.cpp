@@ -19,7 +19,6 @@
 #include "cli/launch.hpp"
 #include "cli/machine.hpp"
 #include "cli/options.hpp"
-#include "cli/planning.hpp"
 #include "comm/bootstrap_job.hpp"
 #include "decode/checkpoint_files.hpp"
 #include "decode/golden.hpp"

@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <vector>
 
-#include <unistd.h>
-
 #include "cli/machine.hpp"
 #include "model/parse_config.hpp"
 #include "support/catch.hpp"

@@ -12,7 +12,6 @@
 #include <memory>
 #include <optional>
 #include <system_error>
-#include <thread>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/local_comm.hpp>

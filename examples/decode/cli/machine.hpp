@@ -12,8 +12,8 @@ namespace helix::decode {
 /// returns its bytes; nullopt if there is no such line.
 std::optional<std::int64_t> parse_memory(std::string_view text, std::string_view key);
 
-/// The value under `key` in this machine's /proc/meminfo, but at most the limit of the container; nullopt if
-/// neither is known.
+/// The value under `key` in this machine's /proc/meminfo, but at most the limit of the container (cgroup v2);
+/// nullopt if neither is known.
 std::optional<std::int64_t> machine_memory(std::string_view key);
 
 /// Memory of this machine in bytes, or of the container.
@@ -23,7 +23,8 @@ std::int64_t host_memory();
 /// rounded up; nullopt for no limit.
 std::optional<int> parse_cpu_limit(std::string_view text);
 
-/// Cores of this machine that this process may use, but at most the limit of the container; at least 1.
+/// Cores of this machine that this process may use, but at most the limit of the container (cgroup v2); at
+/// least 1.
 int machine_cores();
 
 }  // namespace helix::decode

@@ -175,7 +175,8 @@ void expect_memory(const Launcher& launcher, const LaunchOptions& launch,
   const std::int64_t needed = own_bytes(plan, num_local_ranks(launcher, plan));
   const std::optional<std::int64_t> all = machine_memory("MemTotal:");
   HELIX_EXPECTS(!all || needed <= *all, ErrorCode::capacity, "the plan takes ", format_bytes(needed),
-                " of this machine's memory, which has ", format_bytes(*all), ": ", kAdvice, "machines");
+                " of this machine's memory, of which it, or its container, gives ", format_bytes(*all), ": ",
+                kAdvice, "machines");
 }
 
 }  // namespace helix::decode

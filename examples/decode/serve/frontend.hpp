@@ -29,10 +29,10 @@ class Frontend {
 
   /// The descriptors stay open and belong to the caller. Once the input has ended or its writer has left, a
   /// client that reads nothing for `patience` counts as gone.
-  /// @throws Error(capacity) if a thread cannot be started; std::bad_alloc.
+  /// @throws Error(capacity) if a thread cannot be started, Error(io) if there is no descriptor left.
   Frontend(int in, int out, std::chrono::milliseconds patience = std::chrono::seconds(10));
-  /// Ends both threads. Without finish(), as after a failure, a client that reads nothing for a second counts
-  /// as gone.
+  /// Ends both threads. Without finish(), as after a failure, a client that reads nothing for a second, or
+  /// for `patience` if that is less, counts as gone.
   ~Frontend();
   Frontend(const Frontend&) = delete;
   Frontend& operator=(const Frontend&) = delete;

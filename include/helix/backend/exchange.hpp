@@ -54,7 +54,7 @@ struct StampArgs {
 /// Which of two places a result goes to: the first, or, while *exchanges is odd, the one `bytes` after it.
 /// The device reads the count, so that a captured step with an odd number of exchanges replays correctly.
 struct TargetSlot {
-  /// Count of exchanges that have ended; null: always the first place.
+  /// Count of exchanges, which goes up as each ends; null: always the first place.
   const std::uint64_t* exchanges = nullptr;
   std::int64_t bytes = 0;
 };
@@ -66,7 +66,7 @@ inline constexpr std::int64_t kExchangeLineDataBytes = 8;  ///< Bytes of data in
 /// data, the number of the exchange, 4 bytes of data, the complement of the number. Lines need no header, and
 /// no fence between data and header, but take twice the bytes, so they are for small steps. The log-sum-exp
 /// of a row and its exchange_row_tag() are the data of one line. The number is the low 32 bits of the
-/// exchange number of WindowExchangeArgs, counted from 1. Addresses are those of the first slot.
+/// count of WindowExchangeArgs, this exchange included. Addresses are those of the first slot.
 template <class Byte>
 struct LineRows {
   Byte* out = nullptr;  ///< First line of the outputs of row (0, 0); null: no lines are used.
@@ -102,8 +102,8 @@ inline constexpr std::size_t kExchangeCountBytes = 16;
 /// Arguments of combine_window(), which ends an exchange whose messages were written straight into the peers'
 /// memory. It writes headers that tell the peers that this rank's messages are complete, and waits for
 /// theirs. Messages that come as lines have no headers: it waits for each line. Addresses are those of the
-/// first of two slots. Exchange number n = *exchanges, from 0, uses slot n % 2. The combine adds one to
-/// *exchanges at its end; until then all kernels of the exchange read n.
+/// first of two slots. The exchange at n = *exchanges, which begins at first_exchange_count(), uses slot n
+/// % 2. The combine adds one to *exchanges at its end; until then all kernels of the exchange read n.
 struct WindowExchangeArgs {
   std::byte* sent = nullptr;            ///< Header of this rank's message to rank 0.
   const std::byte* received = nullptr;  ///< Header of rank 0's message to this rank.

@@ -40,9 +40,9 @@ HELIX_API DeviceMemory device_memory(int device);
 HELIX_API void use_device(int device);
 
 /// Throws Error for a CUDA status other than success, which is an int so that no CUDA header is needed:
-/// capacity for memory, unsupported for a missing device, internal for the rest. The message has the call,
-/// its place, the device and the driver's words. Clears the thread's last error. HELIX_CUDA_CHECK fills the
-/// arguments in.
+/// capacity for memory, unsupported for a missing device, device_failed for a fault of a kernel or the
+/// device, internal for the rest. The message has the call, its place, the device and the driver's words.
+/// Clears the thread's last error. HELIX_CUDA_CHECK fills the arguments in.
 HELIX_API void throw_on_error(int status, const char* call, const char* file, int line);
 
 /// A handle to an in-order queue of one device. Copies name the same queue, which lives as long as one of
