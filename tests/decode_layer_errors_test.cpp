@@ -314,6 +314,28 @@ TEST_CASE("A KVP communicator that is not the topology's is refused with both ra
   }
 }
 
+/// Every rank of four has failed, out of step or because another one is, and at least one is out of step.
+void check_out_of_step(const RankOutcomes& outcomes) {
+  int out_of_step = 0;
+  for (int r = 0; r < 4; ++r) {
+    CAPTURE(r);
+    REQUIRE(outcomes.code(r).has_value());
+    CHECK((outcomes.code(r) == ErrorCode::out_of_step || outcomes.code(r) == ErrorCode::peer_failed));
+    out_of_step += outcomes.code(r) == ErrorCode::out_of_step ? 1 : 0;
+  }
+  CHECK(out_of_step >= 1);
+}
+
+/// Runs the layer of `rank` in the first step of `script`, over `exchange` in place of the rank's own.
+void decode_over(KvpAllToAll<CpuBackend>& exchange, CpuBackend& backend, const Topology& topo,
+                 LayerRank<CpuBackend>& rank, const Script& script) {
+  rank.prepare(script.steps[0]);
+  DecodeLayerOptions<CpuBackend> options = rank.layer_options();
+  options.exchange = &exchange;
+  decode_layer(backend, topo.rank_shape(backend.comms().stage->rank()), rank.config(), rank.weights(),
+               rank.cache().layer(0), rank.batch().batch(), rank.hidden(), options, rank.stream());
+}
+
 TEST_CASE("A KVP group of the right size with ranks of two groups is out of step, not a wrong result") {
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
@@ -329,13 +351,7 @@ TEST_CASE("A KVP group of the right size with ranks of two groups is out of step
       rank.finish(script.steps[0]);
     });
     CAPTURE(slices, outcomes.all_messages());
-    int out_of_step = 0;
-    for (int r = 0; r < 4; ++r) {
-      REQUIRE(outcomes.code(r).has_value());
-      CHECK((outcomes.code(r) == ErrorCode::out_of_step || outcomes.code(r) == ErrorCode::peer_failed));
-      out_of_step += outcomes.code(r) == ErrorCode::out_of_step ? 1 : 0;
-    }
-    CHECK(out_of_step >= 1);
+    check_out_of_step(outcomes);
     CHECK(outcomes.all_messages().find("the communicator has ranks of several KVP groups") !=
           std::string::npos);
   }
@@ -352,11 +368,7 @@ TEST_CASE("An exchange that was built for another KVP group is refused") {
         KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(), /*max_slices=*/4);
     spec.group = 2;
     KvpAllToAll<CpuBackend> other(backend, spec);
-    rank.prepare(script.steps[0]);
-    DecodeLayerOptions<CpuBackend> options = rank.layer_options();
-    options.exchange = &other;
-    decode_layer(backend, topo.rank_shape(comm.rank()), rank.config(), rank.weights(), rank.cache().layer(0),
-                 rank.batch().batch(), rank.hidden(), options, rank.stream());
+    decode_over(other, backend, topo, rank, script);
   });
   for (int r = 0; r < 4; ++r) {
     CAPTURE(r, outcomes.message(r));
@@ -402,12 +414,8 @@ TEST_CASE("A step beyond the exchange's capacity is refused before any collectiv
     LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = 2});
     KvpAllToAll<CpuBackend> small(backend,
                                   {.max_tokens = 2, .num_query_heads = 4, .value_dim = 16, .max_slices = 4});
-    rank.prepare(script.steps[0]);
-    DecodeLayerOptions<CpuBackend> options = rank.layer_options();
-    options.exchange = &small;
     try {
-      decode_layer(backend, topo.rank_shape(comm.rank()), rank.config(), rank.weights(),
-                   rank.cache().layer(0), rank.batch().batch(), rank.hidden(), options, rank.stream());
+      decode_over(small, backend, topo, rank, script);
     } catch (...) {
       if (small.sent_payload_bytes() != 0) throw Error(ErrorCode::internal, "it exchanged something before");
       throw;
@@ -437,14 +445,8 @@ TEST_CASE("A rank that leaves out a step is out of step, not a wrong result") {
         rank.finish(script.steps[s]);
       }
     });
-    int out_of_step = 0;
-    for (int r = 0; r < 4; ++r) {
-      CAPTURE(slices, r, outcomes.message(r));
-      REQUIRE(outcomes.code(r).has_value());
-      CHECK((outcomes.code(r) == ErrorCode::out_of_step || outcomes.code(r) == ErrorCode::peer_failed));
-      out_of_step += outcomes.code(r) == ErrorCode::out_of_step ? 1 : 0;
-    }
-    CHECK(out_of_step >= 1);
+    CAPTURE(slices, outcomes.all_messages());
+    check_out_of_step(outcomes);
   }
 }
 
