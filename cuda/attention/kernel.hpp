@@ -63,27 +63,27 @@ struct AttentionKernel {
 /// wgmma of compute capability 9.0, for many query rows of a KV head: prefill and drafts. q and KV have one
 /// 16-bit type and are aligned to 16 bytes, strides of KV are not negative, out has any alignment.
 extern const AttentionKernel kWaves;
-/// mma.sync and bulk copies of compute capability 9.0. q, out and KV have one 16-bit type, equal head sizes
-/// of 64, 80, 96, 112, 128 or 256, and rows aligned to 16 bytes. A page holds the rows of a head one after
-/// another (Helix's own format), so one copy brings them.
+/// mma.sync and bulk copies of compute capability 9.0. q, out and KV have one 16-bit type and equal head
+/// sizes of 64, 80, 96, 112, 128 or 256; q and KV are aligned to 16 bytes, out has any alignment. A page
+/// holds the rows of a head one after another (Helix's own format), so one copy brings them.
 extern const AttentionKernel kTensorPages;
-/// Like kTensorPages, for rows of any strides in pages of a multiple of 8 tokens: the token-major pages of
-/// vLLM and FlashInfer. Also keys of 192 columns with values of 128.
+/// Like kTensorPages, for rows of any strides that TMA takes (not negative) in pages of a multiple of 8
+/// tokens: the token-major pages of vLLM and FlashInfer. Also keys of 192 columns with values of 128.
 extern const AttentionKernel kTensorBoxes;
-/// Like kTensorBoxes, for pages of any size: pools of page size 1.
+/// Like kTensorBoxes, for rows of any strides and pages of any size: pools of page size 1.
 extern const AttentionKernel kTensorRows;
 /// Like kTensorPages, for e4m3 KV with q and out of 16 bits. Pages have two tokens at least, with a head size
-/// of 64 at least four.
+/// of 64 at least four, of 256 at least one.
 extern const AttentionKernel kTensorPagesE4m3;
 /// Like kTensorPagesE4m3, for rows of any strides.
 extern const AttentionKernel kTensorRowsE4m3;
 /// mma.sync of compute capability 9.0 over latents of 512 columns and 64 rope columns, for up to 16 query
-/// rows of a sequence while sequences and their tokens are few. q, out and KV have one 16-bit type; rows have
-/// any strides and are aligned to 16 bytes.
+/// rows of a sequence while sequences and their tokens are few. q, out and KV have one 16-bit type; rows of
+/// KV have any strides that TMA takes; q and KV are aligned to 16 bytes.
 extern const AttentionKernel kNarrowLatent;
 /// wgmma of compute capability 9.0 over latents of 512 columns and 64 rope columns. q and out have one 16-bit
-/// type; KV has the same type, e4m3 or, with bf16 q, fp8_ds_mla. Rows have any strides and are aligned to 16
-/// bytes.
+/// type; KV has the same type, e4m3 or, with bf16 q, fp8_ds_mla. Rows of KV have any strides that TMA takes;
+/// q and KV are aligned to 16 bytes.
 extern const AttentionKernel kLatentKernel;
 /// mma.sync of compute capability 8.0, for all devices: q and out of f16 with KV of bf16.
 extern const AttentionKernel kMmaRest;

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/attention/kernel.hpp"
+#include "cuda/attention/latent_shape.hpp"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -16,14 +17,7 @@
 
 namespace helix::cuda {
 
-inline constexpr int kLatentColumns = 512;  ///< Latent columns of a key: its first ones, and the whole value.
-inline constexpr int kRopeColumns = 64;     ///< Rope columns of a key, not part of the value.
 inline constexpr int kLatentTileTokens = 64;  ///< Tokens of a KV tile.
-
-/// Whether rows are latents of the size that these kernels are built for.
-inline bool is_latent_shape(std::int64_t head_dim, std::int64_t value_dim) {
-  return head_dim == kLatentColumns + kRopeColumns && value_dim == kLatentColumns;
-}
 
 /// Whether a call has what all Hopper kernels over latents need, whatever the type of the cache: the device,
 /// q of 16 bits, aligned rows that TMA can address.

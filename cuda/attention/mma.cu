@@ -6,10 +6,6 @@
 namespace helix::cuda {
 namespace {
 
-bool has_latent_columns(std::int64_t head_dim, std::int64_t value_dim) {
-  return head_dim == kMmaKeyColumns && value_dim == kMmaValueColumns;
-}
-
 /// Whether q has 16 bits, and KV 16 bits or e4m3.
 bool fits_types(const AttentionCall& call) {
   const DType kv = call.kv.format.dtype;
@@ -27,7 +23,7 @@ bool fits(const AttentionCall& call) {
 
 bool fits_latent(const AttentionCall& call) {
   const KvFormat& format = call.kv.format;
-  return fits_types(call) && format.is_latent && has_latent_columns(format.head_dim, format.value_dim);
+  return fits_types(call) && format.is_latent && is_latent_shape(format.head_dim, format.value_dim);
 }
 
 int sm_rows(std::int64_t head_dim, std::int64_t value_dim) {
@@ -35,7 +31,7 @@ int sm_rows(std::int64_t head_dim, std::int64_t value_dim) {
 }
 
 int sm_rows_of_latents(std::int64_t head_dim, std::int64_t value_dim) {
-  return has_latent_columns(head_dim, value_dim) ? kWideMmaLatentRows : 0;
+  return is_latent_shape(head_dim, value_dim) ? kWideMmaLatentRows : 0;
 }
 
 /// Calls use(KV*) for the type of KV.

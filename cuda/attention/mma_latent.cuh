@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "cuda/attention/combine.cuh"
+#include "cuda/attention/latent_shape.hpp"
 #include "cuda/attention/mma_products.cuh"
 #include "cuda/attention/mma_queries.cuh"
 #include "cuda/attention/mma_ring.cuh"
@@ -25,8 +26,6 @@
 
 namespace helix::cuda {
 
-inline constexpr int kMmaKeyColumns = 576;    ///< Columns of a latent row as a key.
-inline constexpr int kMmaValueColumns = 512;  ///< The first columns of the row: the value.
 inline constexpr int kMmaLatentWarps = 8;
 
 /// The kernel for query tiles of 16 kRowWarps rows. kHasRest: q and weights have more bits than KV, see
@@ -42,17 +41,17 @@ struct MmaLatent {
   static constexpr int kTileStages = kStages;
   static constexpr int kRows = kRowWarps * kMmaRows;
   static constexpr int kElement = static_cast<int>(sizeof(KV));
-  static constexpr int kRowBytes = kMmaKeyColumns * kElement;
+  static constexpr int kRowBytes = kLatentKeyColumns * kElement;
   static constexpr int kRowStride = kRowBytes + kChunkBytes;
   static constexpr int kStageBytes = kTokens * kRowStride;
-  static constexpr int kWarpColumns = kMmaValueColumns / kMmaLatentWarps;
+  static constexpr int kWarpColumns = kLatentColumns / kMmaLatentWarps;
   static constexpr int kWeightStride = kTokens + kChunkBytes / 2;  ///< Elements.
   static constexpr int kParts = kHasRest ? 2 : 1;  ///< bf16 terms of a query element and of a weight.
-  using Queries = MmaQueries<KV, kMmaKeyColumns, kRows, kHasRest>;
+  using Queries = MmaQueries<KV, kLatentKeyColumns, kRows, kHasRest>;
   using Sums = float[kRowWarps][kWarpColumns / 8][4];
   static_assert(kTokenWarps * kRowWarps <= kMmaLatentWarps);
 
-  static constexpr int kSumStride = kMmaValueColumns + 8;  ///< f32, padded: rows in different banks
+  static constexpr int kSumStride = kLatentColumns + 8;  ///< f32, padded: rows in different banks
   /// Rows whose sums fit into the stages at once.
   static constexpr int kGatherRows = [] {
     int rows = kRows;
@@ -83,7 +82,7 @@ struct MmaLatent {
                                  const QueryTile& query_tile, int count) {
       Tiles tiles{s,
                   {p, s.plan, at.query_tile, at.kv_tile},
-                  {p.k, p.rope, 0, kMmaValueColumns * kElement, kRowBytes},
+                  {p.k, p.rope, 0, kLatentColumns * kElement, kRowBytes},
                   count,
                   alignment.kv};
       tiles.begin();
@@ -141,7 +140,7 @@ struct MmaLatent {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const T* queries = s.queries + (part * kRows + row) * Queries::kStride;
-        Products::template multiply_keys<kMmaKeyColumns, kRowStride>(
+        Products::template multiply_keys<kLatentKeyColumns, kRowStride>(
             static_cast<unsigned>(__cvta_generic_to_shared(queries)), keys, scores);
       }
     }

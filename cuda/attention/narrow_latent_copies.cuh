@@ -15,8 +15,8 @@
 
 namespace helix::cuda::narrow_latent {
 
-inline constexpr int kTokens = 32;                              ///< Tokens of a KV tile.
-inline constexpr int kColumns = kLatentColumns + kRopeColumns;  ///< Columns of a key.
+inline constexpr int kTokens = 32;  ///< Tokens of a KV tile.
+inline constexpr int kColumns = kLatentKeyColumns;
 inline constexpr int kChunks = kColumns / kChunkColumns;
 inline constexpr unsigned kRowBytes = kChunkColumns * 2u;  ///< Bytes of a row within a chunk.
 inline constexpr unsigned kChunkBytes = kTokens * kRowBytes;

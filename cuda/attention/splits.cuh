@@ -80,10 +80,11 @@ __device__ inline int even_work_items(int kv_tiles) {
 }
 
 /// KV splits of a query tile of one KV head, in proportion to its KV tiles: at least one, and over all query
-/// tiles no more than one each plus `spare`. `total` is the number of KV tiles of all query tiles.
+/// tiles no more than one each plus `spare`, which is below 1024. `total` is the number of KV tiles of all
+/// query tiles.
 template <class Limits>
 __device__ inline int splits_for(int kv_tiles, int spare, int total) {
-  const int shift = max(0, 9 - __clz(total));  // so that the product fits
+  const int shift = max(0, 10 - __clz(total));  // so that the product fits
   const unsigned part = static_cast<unsigned>(kv_tiles >> shift) * static_cast<unsigned>(spare);
   const int splits = 1 + static_cast<int>(part / static_cast<unsigned>(total >> shift));
   const int most = max_splits<Limits>(kv_tiles);

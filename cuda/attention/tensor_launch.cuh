@@ -89,18 +89,25 @@ inline bool fits_boxes(const AttentionCall& call) {
   return call.kv.format.page_tokens % kMinBoxTokens == 0 && call.has_tensor_maps;
 }
 
-/// Whether K and V have rows of one of the sizes that are built.
-inline bool fits_tensor_dims(const KvFormat& format) {
+/// Whether K and V have rows of one of the equal sizes that are built.
+inline bool is_tensor_shape(std::int64_t head_dim, std::int64_t value_dim) {
   constexpr std::int64_t kDims[] = {64, 80, 96, 112, 128, 256};
-  return format.head_dim == format.value_dim &&
-         std::find(std::begin(kDims), std::end(kDims), format.head_dim) != std::end(kDims);
+  return head_dim == value_dim && std::find(std::begin(kDims), std::end(kDims), head_dim) != std::end(kDims);
+}
+inline bool fits_tensor_dims(const KvFormat& format) {
+  return is_tensor_shape(format.head_dim, format.value_dim);
+}
+
+/// Whether K and V have rows of the unequal sizes that are built.
+inline bool is_unequal_tensor_shape(std::int64_t head_dim, std::int64_t value_dim) {
+  return head_dim == 192 && value_dim == 128;
 }
 
 /// Whether KV has q's 16-bit type and rows of a size that is built where K and V may be unequal.
 inline bool fits_unequal_rows_16(const AttentionCall& call) {
   const KvFormat& format = call.kv.format;
   return fits_tensor(call) && format.dtype == call.dtype &&
-         (fits_tensor_dims(format) || (format.head_dim == 192 && format.value_dim == 128));
+         (fits_tensor_dims(format) || is_unequal_tensor_shape(format.head_dim, format.value_dim));
 }
 
 /// Rows of a query tile: as many as registers hold.
@@ -109,30 +116,35 @@ inline int tensor_query_tile_rows(std::int64_t, std::int64_t value_dim) {
 }
 
 inline int tensor_sm_rows(std::int64_t head_dim, std::int64_t value_dim) {
+  if (!is_tensor_shape(head_dim, value_dim) && !is_unequal_tensor_shape(head_dim, value_dim)) return 0;
   return kBlocksPerSm * tensor_query_tile_rows(head_dim, value_dim);
 }
+
+/// Tokens of a KV tile of 16 bits. With page copies a warp looks up the pages of a tile, one a lane.
+inline constexpr int kTileTokens16 = kWarp;
 
 /// Launches for 16-bit KV and q of the same type. Measured on H200: eight warps an SM hide each other's
 /// latencies; more stages add nothing.
 template <class T, template <int, int, int> class Copies>
 void launch_tensor_16(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   if constexpr (Copies<16, 16, kWarp>::kTakesUnequalRows) {
-    if (p.head_dim != p.value_dim) return launch_rows<Copies, T, 192, 8, 32, 1, 32, 32, 128>(p, kv, grid);
+    if (p.head_dim != p.value_dim)
+      return launch_rows<Copies, T, 192, 8, kTileTokens16, 1, 32, 32, 128>(p, kv, grid);
   }
   switch (p.head_dim) {
     case 64:
-      return launch_rows<Copies, T, 64, 4, 32, 2, 32, 32>(p, kv, grid);
+      return launch_rows<Copies, T, 64, 4, kTileTokens16, 2, 32, 32>(p, kv, grid);
     case 80:
-      return launch_rows<Copies, T, 80, 4, 32, 2, 32, 32>(p, kv, grid);
+      return launch_rows<Copies, T, 80, 4, kTileTokens16, 2, 32, 32>(p, kv, grid);
     case 96:
-      return launch_rows<Copies, T, 96, 4, 32, 1, 32, 32>(p, kv, grid);
+      return launch_rows<Copies, T, 96, 4, kTileTokens16, 1, 32, 32>(p, kv, grid);
     case 112:
-      return launch_rows<Copies, T, 112, 4, 32, 1, 32, 32>(p, kv, grid);
+      return launch_rows<Copies, T, 112, 4, kTileTokens16, 1, 32, 32>(p, kv, grid);
     case 128:
-      return has_many_splits(p, grid) ? launch_rows<Copies, T, 128, 8, 32, 1, 32, 32>(p, kv, grid)
-                                      : launch_rows<Copies, T, 128, 4, 32, 1, 32, 32>(p, kv, grid);
+      return has_many_splits(p, grid) ? launch_rows<Copies, T, 128, 8, kTileTokens16, 1, 32, 32>(p, kv, grid)
+                                      : launch_rows<Copies, T, 128, 4, kTileTokens16, 1, 32, 32>(p, kv, grid);
     default:
-      return launch_tensor<Copies, T, 256, 256, 1, 2, 32, 1, 32>(p, kv, grid);
+      return launch_tensor<Copies, T, 256, 256, 1, 2, kTileTokens16, 1, 32>(p, kv, grid);
   }
 }
 
@@ -143,34 +155,39 @@ void launch_tensor_16_bits(const AttentionParams& p, const AttentionCall& call, 
                             : launch_tensor_16<f16, Copies>(p, call.kv, grid);
 }
 
-/// Tokens of an e4m3 KV tile that is copied page by page. With rows of 64 bytes, two stages of half as many
-/// tokens reach 4 % less bandwidth.
-constexpr int e4m3_page_tile_tokens(std::int64_t head_dim) {
+/// Tokens of an e4m3 KV tile. Bulk copies, which bring tiles page by page, are best large, copies by load
+/// units best issued early. With rows of 64 bytes, two stages of half as many tokens reach 4 % less
+/// bandwidth.
+constexpr int e4m3_tile_tokens(std::int64_t head_dim, bool is_paged) {
+  if (head_dim == 256) return 32;
+  if (!is_paged) return head_dim <= 80 ? 64 : 32;
   return head_dim == 64 ? 128 : 64;
 }
 
-/// Launches for e4m3 KV and q of bf16 or f16. Bulk copies are best large, copies by load units best issued
-/// early.
+/// Launches for e4m3 KV and q of bf16 or f16.
 template <template <int, int, int> class Copies>
 void launch_tensor_e4m3(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   using KV = fp8_e4m3;
   constexpr bool kIsPaged = !Copies<16, 16, kWarp>::kTakesLoadUnits;
-  constexpr int kTokens = kIsPaged ? 64 : 32;
   constexpr int kStages = kIsPaged ? 1 : 2;
+  const auto launch = [&]<int kDim, int kWarps, int kNarrowStep, int kWideStep>() {
+    launch_rows<Copies, KV, kDim, kWarps, e4m3_tile_tokens(kDim, kIsPaged), kStages, kNarrowStep, kWideStep>(
+        p, kv, grid);
+  };
+  constexpr int kStep = kIsPaged ? 64 : 32;
   switch (p.head_dim) {
     case 64:
-      return launch_rows < Copies, KV, 64, 4, kIsPaged ? e4m3_page_tile_tokens(64) : 64, kStages, 64,
-             64 > (p, kv, grid);
+      return launch.template operator()<64, 4, 64, 64>();
     case 80:
-      return launch_rows<Copies, KV, 80, 4, 64, kStages, 64, 32>(p, kv, grid);
+      return launch.template operator()<80, 4, 64, 32>();
     case 96:
-      return launch_rows<Copies, KV, 96, 8, kTokens, kStages, kTokens, 32>(p, kv, grid);
+      return launch.template operator()<96, 8, kStep, 32>();
     case 112:
-      return launch_rows<Copies, KV, 112, 8, kTokens, kStages, kTokens, 32>(p, kv, grid);
+      return launch.template operator()<112, 8, kStep, 32>();
     case 128:
-      return launch_rows<Copies, KV, 128, 8, kTokens, kStages, kTokens, 32>(p, kv, grid);
+      return launch.template operator()<128, 8, kStep, 32>();
     default:
-      return launch_tensor<Copies, KV, 256, 256, 1, 2, 32, 2, 32>(p, kv, grid);
+      return launch_tensor<Copies, KV, 256, 256, 1, 2, e4m3_tile_tokens(256, kIsPaged), 2, 32>(p, kv, grid);
   }
 }
 

@@ -9,7 +9,7 @@ namespace {
 bool fits_pages(const AttentionCall& call) {
   const KvFormat& format = call.kv.format;
   return fits_tensor(call) && format.dtype == call.dtype && fits_tensor_dims(format) &&
-         fits_page_copies(format, 32);
+         fits_page_copies(format, kTileTokens16);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ const AttentionKernel kTensorPagesE4m3{
         [](const AttentionCall& call) {
           const KvFormat& format = call.kv.format;
           return fits_tensor(call) && format.dtype == DType::fp8_e4m3 && fits_tensor_dims(format) &&
-                 fits_page_copies(format, e4m3_page_tile_tokens(format.head_dim));
+                 fits_page_copies(format, e4m3_tile_tokens(format.head_dim, true));
         },
     .query_tile_rows = tensor_query_tile_rows,
     .sm_rows = tensor_sm_rows,

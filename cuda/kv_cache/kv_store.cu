@@ -115,7 +115,7 @@ void Operators<T>::append_kv(const AppendKvArgs<T>& args, Stream stream) const {
   const Batch& batch = args.batch;
   const KvView& kv = args.kv;
   const std::int64_t tokens = batch.num_tokens();
-  if (tokens == 0 || kv.format.num_heads == 0) return;
+  if (tokens == 0) return;
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
     launch_early(append_kernel<decltype(count)::value, Transfer>,
@@ -130,7 +130,7 @@ void Operators<T>::write_kv(const WriteKvArgs<T>& args, Stream stream) const {
   const KvView& kv = args.kv;
   const TokenRange span{args.first_position, args.first_position + args.k.extent(0)};
   const TokenRange owned = kv.layout.local_range(span, kv.kvp_rank);
-  if (owned.size() <= 0 || kv.format.num_heads == 0) return;
+  if (owned.size() <= 0) return;
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
     write_kernel<decltype(count)::value, Transfer>
@@ -145,7 +145,7 @@ void Operators<T>::read_kv(const ReadKvArgs& args, Stream stream) const {
   detail::check_read_kv(args);
   const KvView& kv = args.kv;
   const std::int64_t tokens = args.k.extent(0);
-  if (tokens == 0 || kv.format.num_heads == 0) return;
+  if (tokens == 0) return;
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
     read_kernel<decltype(count)::value, Transfer>
@@ -180,7 +180,7 @@ void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream)
   detail::check_slot("fill_synthetic_kv", kv, args.sequence_slot);
   const std::int64_t tokens = kv.layout.length(args.tokens, kv.kvp_rank);
   detail::check_local_end("fill_synthetic_kv", kv, tokens);
-  if (tokens == 0 || kv.format.num_heads == 0) return;
+  if (tokens == 0) return;
   const DeviceScope scope(state_->device);
   if (kv.format.is_mixed()) {
     fill_mixed_kernel<<<grid_blocks(tokens, kWarps), kWarps * kWarp, 0, stream.handle()>>>(

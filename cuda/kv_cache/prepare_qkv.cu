@@ -171,7 +171,7 @@ void Operators<T>::prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) con
   const Batch& batch = args.batch;
   const KvView& kv = args.kv;
   const std::int64_t tokens = args.q.extent(0);
-  if (tokens == 0 || kv.format.num_heads == 0 || !fits(args)) {
+  if (tokens == 0 || !fits(args)) {
     if (!args.q_norm.empty())
       head_rms_norm(HeadRmsNormArgs<T>{.x = args.q, .weight = args.q_norm, .epsilon = args.epsilon}, stream);
     if (!args.k_norm.empty())

@@ -36,9 +36,9 @@ __device__ __forceinline__ void prefetch_span(const W* row, int cols, int span, 
   if (lane * kLine < span && column < cols) prefetch_line(row + column);
 }
 
-/// Exact f32 products of up to kRows rows. Grid (groups of weight rows, heads, row tiles). A group is
-/// kDotOutputs weight rows, whose columns p.splits warps of a block share. Reads each weight once per row
-/// tile, bypassing L1, and the activations through L1.
+/// Exact f32 products of p.rows <= kRows rows. Grid (groups of weight rows, heads). A group is kDotOutputs
+/// weight rows, whose columns p.splits warps of a block share. Reads each weight once, bypassing L1, and the
+/// activations through L1.
 template <class T, class W, int kRows, bool kVector>
 __global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
   constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
@@ -49,7 +49,6 @@ __global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
   const int first_group = static_cast<int>(blockIdx.x) * groups;
   const int first = (first_group + warp / p.splits) * kDotOutputs;
   const int head = static_cast<int>(blockIdx.y);
-  const int first_row = static_cast<int>(blockIdx.z) * kRows;
 
   // Past the end, read the last row again; its sums are not stored.
   const W* weights[kDotOutputs];
@@ -60,8 +59,7 @@ __global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
     weights[o] = static_cast<const W*>(p.weight) + row * p.cols;
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r)
-    rows[r] = p.in + min(first_row + r, p.rows - 1) * p.in_row + head * p.in_head;
+  for (int r = 0; r < kRows; ++r) rows[r] = p.in + min(r, p.rows - 1) * p.in_row + head * p.in_head;
   start_next();
 #pragma unroll
   for (int o = 0; o < kDotOutputs; ++o)
@@ -75,8 +73,7 @@ __global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
     const int index = i % kSums;
     float sum = 0.0f;
     for (int split = 0; split < p.splits; ++split) sum += partial[group * p.splits + split][index];
-    store(p, first_row + index / kDotOutputs, head, (first_group + group) * kDotOutputs + index % kDotOutputs,
-          sum);
+    store(p, index / kDotOutputs, head, (first_group + group) * kDotOutputs + index % kDotOutputs, sum);
   }
 }
 
@@ -105,9 +102,9 @@ constexpr int kChunk = 32;        // columns of a row that a warp reads at once,
 constexpr int kChunksInSpan = 4;  // chunks in flight
 constexpr int kTileSpan = kChunk * kChunksInSpan;
 
-/// Tensor-core products of up to 16 rows (8 unless kWide) with kTiles * 8 weight rows per warp. Grid as
-/// dot_kernel. A lane reads 16 bytes of a row at columns 8 * (lane % 4). That is not the column order of the
-/// instruction, but it is the same for both operands, so the sum is the same.
+/// Tensor-core products of up to 16 rows (8 unless kWide) with kTiles * 8 weight rows per warp. Grid
+/// (groups of weight rows, heads, row tiles). A lane reads 16 bytes of a row at columns 8 * (lane % 4). That
+/// is not the column order of the instruction, but it is the same for both operands, so the sum is the same.
 template <class T, int kTiles, bool kWide>
 __global__ void __launch_bounds__(kDotThreads) thin_tile_kernel(const Product<T> p) {
   constexpr int kRows = kWide ? kTileRows : kTileRows / 2;
@@ -273,10 +270,8 @@ void launch_dots(Product<T> p, const Machine& machine, cudaStream_t stream) {
   constexpr int kWidth = 16 / static_cast<int>(sizeof(W));
   const bool is_vector = p.cols % kWidth == 0 && is_aligned_16(p.weight) && has_aligned_rows(p);
   const std::int64_t groups = ceil_div(p.width, kDotOutputs);
-  const unsigned row_tiles = grid_blocks(p.rows, kRows);
-  p.splits =
-      choose_splits(groups * p.heads * row_tiles, p.cols, kWarp * (is_vector ? kWidth : 1), machine.num_sms);
-  const dim3 grid(grid_blocks(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
+  p.splits = choose_splits(groups * p.heads, p.cols, kWarp * (is_vector ? kWidth : 1), machine.num_sms);
+  const dim3 grid(grid_blocks(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads));
   const auto kernel = is_vector ? dot_kernel<T, W, kRows, true> : dot_kernel<T, W, kRows, false>;
   launch_early(kernel, grid, kDotThreads, 0, stream, machine.is_hopper, p);
 }

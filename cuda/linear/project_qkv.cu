@@ -36,7 +36,7 @@ bool has_tail(const ProjectQkvArgs<T>& args) {
            heads.extent(1) == count && heads.extent(2) == dim && heads.stride(0) == out.stride(0) &&
            (count == 1 || heads.stride(1) == dim) && heads.stride(2) == 1;
   };
-  return !format.is_latent && !format.is_mixed() && format.value_dim == dim && format.num_heads > 0 &&
+  return !format.is_latent && !format.is_mixed() && format.value_dim == dim &&
          prepare.rope.rotary_dim == dim && prepare.q_norm.empty() && prepare.k_norm.empty() &&
          args.linear.weight.rows == q_columns + 2 * format.num_heads * dim &&
          lies_at(prepare.q, 0, prepare.q.extent(1)) && lies_at(prepare.k, q_columns, format.num_heads) &&

@@ -5,11 +5,13 @@
 
 #include <cstdint>
 
+#include <helix/limits.hpp>
+
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 
-inline constexpr int kMaxLocalExperts = 4096;  // of a rank
+inline constexpr int kMaxLocalExperts = static_cast<int>(kMaxRoutedExperts);  // of a rank
 inline constexpr int kExpertsPerLaunch = 384;  // their pointers fit in the 4 KiB of kernel parameters
 
 /// Pairs of one expert, which share one read of its weights. count 0: no work.

@@ -40,12 +40,6 @@ __device__ __forceinline__ float selectable(float value) {
   return isnan(value) ? -kInfinity : value;
 }
 
-/// An integer in the order of `value`, which is not NaN; -0 counts as 0.
-__device__ __forceinline__ unsigned order_of(float value) {
-  const auto bits = __float_as_uint(value + 0.0f);
-  return (bits >> 31) != 0 ? ~bits : bits | 1u << 31;
-}
-
 /// Index of the largest of values [count] in shared memory, the lowest index on ties; marks it as taken.
 /// Returns the same in all lanes of the warp. At least one value must not be taken.
 __device__ int take_best(float* values, int count) {
@@ -58,7 +52,7 @@ __device__ int take_best(float* values, int count) {
       index = i;
     }
   }
-  const unsigned order = order_of(best);
+  const unsigned order = ordered_bits(best);
   index = __reduce_min_sync(~0u, order == __reduce_max_sync(~0u, order) ? index : INT_MAX);
   if (threadIdx.x == 0) values[index] = NAN;
   __syncwarp();

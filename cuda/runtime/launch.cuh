@@ -108,8 +108,8 @@ void launch_with(LaunchAttributes attributes, void (*kernel)(Params...), dim3 gr
 
 /// Launches a kernel whose blocks may start before the previous kernel has ended. All must call
 /// wait_for_previous(). Before that they must not write what kernels read, and may read what a kernel further
-/// back wrote if the previous kernel calls wait_for_previous() before start_next(). `is_hopper` false: an
-/// ordinary launch.
+/// back wrote if some kernel between the two calls wait_for_previous() before start_next(). `is_hopper`
+/// false: an ordinary launch.
 template <class... Params>
 void launch_early(void (*kernel)(Params...), dim3 grid, int threads, std::size_t shared_bytes,
                   StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {

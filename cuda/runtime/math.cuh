@@ -6,6 +6,13 @@ namespace helix::cuda {
 
 inline constexpr float kInfinity = __builtin_huge_valf();
 
+/// An integer in the order of `x`, which is not NaN: flips the sign bit, and all bits of negative numbers; -0
+/// counts as 0.
+__device__ __forceinline__ unsigned ordered_bits(float x) {
+  const unsigned bits = __float_as_uint(x + 0.0f);
+  return (bits >> 31) != 0 ? ~bits : bits | 1u << 31;
+}
+
 /// 2^x in the special function unit: error 2 ulp; results below 2^-126 are zero.
 __device__ __forceinline__ float fast_exp2(float x) {
   float y;

@@ -142,11 +142,10 @@ constexpr int kKeyShift = std::is_same_v<T, bf16>  ? 16
                           : std::is_same_v<T, f16> ? 13
                                                    : 0;
 
-/// An integer in the order of `logit`: flips the sign bit, and all bits of negative numbers; -0 counts as 0.
+/// An integer in the order of `logit`, a number of type T.
 template <class T>
 __device__ __forceinline__ std::uint32_t key_of(float logit) {
-  const std::uint32_t bits = __float_as_uint(logit + 0.0f);
-  return ((bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u) >> kKeyShift<T>;
+  return ordered_bits(logit) >> kKeyShift<T>;
 }
 
 template <class T>
@@ -157,12 +156,12 @@ __device__ __forceinline__ float logit_of(std::uint32_t key) {
 }
 
 /// A logit and its id as one integer whose maximum is the greedy choice: larger if likelier, the lower id on
-/// ties. NaN is above all, and 0 below all.
+/// ties. NaN is above all, but its key is not ~0 (see peer_sealed.cuh); 0 is below all.
 using Ranked = unsigned long long;
 
 template <class T>
 __device__ __forceinline__ Ranked ranked_of(float logit, std::int32_t id) {
-  const std::uint32_t key = isnan(logit) ? ~0u : key_of<T>(logit);
+  const std::uint32_t key = isnan(logit) ? ~1u : key_of<T>(logit);
   return static_cast<Ranked>(key) << 32 | ~static_cast<std::uint32_t>(id);
 }
 

@@ -22,13 +22,13 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
   const std::int64_t end = args.batch.first_token() + tokens;
   const std::int64_t heads = args.q.extent(1);
   check_kv_view("partial_attention", args.kv);
-  HELIX_EXPECTS(
-      args.q.extent(0) >= end && target.out.extent(0) >= end - target.first_token &&
-          target.lse.extent(0) >= end - target.first_token &&
-          (tokens == 0 || (target.first_token >= 0 && target.first_token <= args.batch.first_token())),
-      ErrorCode::invalid_argument, "partial_attention: the batch has tokens [", args.batch.first_token(),
-      ", ", end, "); q has ", args.q.extent(0), " tokens, out ", target.out.extent(0), " and lse ",
-      target.lse.extent(0), " from token ", target.first_token);
+  HELIX_EXPECTS(args.q.extent(0) >= end && target.first_token >= 0 &&
+                    (tokens == 0 || target.first_token <= args.batch.first_token()) &&
+                    target.out.extent(0) >= end - target.first_token &&
+                    target.lse.extent(0) >= end - target.first_token,
+                ErrorCode::invalid_argument, "partial_attention: the batch has tokens [",
+                args.batch.first_token(), ", ", end, "); q has ", args.q.extent(0), " tokens, out ",
+                target.out.extent(0), " and lse ", target.lse.extent(0), " from token ", target.first_token);
   HELIX_EXPECTS(target.out.extent(1) == heads && target.lse.extent(1) == heads, ErrorCode::invalid_argument,
                 "partial_attention: q has ", heads, " heads; out has ", target.out.extent(1), ", lse ",
                 target.lse.extent(1));
@@ -60,9 +60,10 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
 /// @throws Error(invalid_argument) if shapes contradict each other, an address or a field of the batch or the
 /// KV view is missing, or scale or soft_cap is not finite; Error(capacity) if the workspace is smaller than
 /// backend.partial_attention_workspace_bytes(batch tokens, Hq/TPA, D, Dv); Error(unsupported) for what the
-/// backend's kernels are not built for: on GPUs head sizes above 1024, more than 65536 KV heads, and
-/// sequences that may have nearly 2^31 tokens on a rank. Page ids that the pool does not have fail the stream
-/// of cpu::Backend; GPUs do not check them.
+/// backend's kernels are not built for: on GPUs head sizes above 1024, more than 65536 KV heads,
+/// sequences that may have nearly 2^31 tokens on a rank, nearly 2^35 of them times KV heads, or 2^31 query
+/// rows of a KV head. Page ids that the pool does not have fail the stream of cpu::Backend; GPUs do not check
+/// them.
 template <PartialAttentionBackend B>
 void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activation>& args,
                        typename B::Stream stream) {

@@ -43,7 +43,8 @@ struct AttentionCase {
   // e4m3 only: of two KV heads, one has q larger by 2^q_power and the other smaller; k_scale is the inverse.
   int q_power = 0;
   bool follows_prepare = false;
-  bool forgets = false;  // tokens that no window reaches any more are NaN
+  bool forgets = false;         // tokens that no window reaches any more are NaN
+  std::int64_t nan_tokens = 0;  // the first tokens of each sequence, which are NaN though they are seen
   std::vector<Sequence> sequences = {{40, 1}};
   std::vector<std::int64_t> padding;  // query tokens whose position is -1
 

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partial attention on a GPU over e4m3 KV and over head sizes that are not powers of two, compared with a
 // naive reference.
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <tuple>
 #include <vector>
 
 #include <helix/cuda/backend.hpp>
@@ -127,6 +131,33 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 without scales takes the stored v
   c.is_scaled = false;
   c.sequences = kRagged;
   CHECK(AttentionWorld<TestType>(c).check(cuda::Operators<TestType>()) == "");
+}
+
+TEMPLATE_TEST_CASE("attention on a GPU of e4m3 that is NaN gives NaN", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const auto operators = attention_operators<TestType>();
+  for (const auto& [pool, d, dv] : {std::tuple{helix_pool, 128, 128},
+                                    {vllm_pool, 64, 64},
+                                    {helix_pool, 72, 72},
+                                    {latent_pool, 576, 512}}) {
+    AttentionCase c;
+    c.kv_dtype = DType::fp8_e4m3;
+    c.kv_heads = pool == latent_pool ? 1 : 2;
+    c.pool = pool;
+    c.d = d;
+    c.dv = dv;
+    c.nan_tokens = 1;
+    c.sequences = {{40, 1}, {1000, 3}};
+    CAPTURE(d);
+    const auto result = AttentionWorld<TestType>(c).run(operators);
+    const auto rows = static_cast<std::size_t>(4 * c.kv_heads * c.group);
+    std::vector<TestType> out(rows * static_cast<std::size_t>(dv));
+    std::vector<float> lse(rows);
+    std::memcpy(out.data(), result.out.data(), out.size() * sizeof(TestType));
+    std::memcpy(lse.data(), result.lse.data(), lse.size() * sizeof(float));
+    CHECK(std::all_of(out.begin(), out.end(), [](TestType x) { return std::isnan(static_cast<float>(x)); }));
+    CHECK(std::all_of(lse.begin(), lse.end(), [](float x) { return std::isnan(x); }));
+  }
 }
 
 TEST_CASE("attention on a GPU of e4m3 is exact for bf16 queries far outside the range of f16") {

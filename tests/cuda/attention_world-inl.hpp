@@ -107,7 +107,7 @@ typename AttentionWorld<T>::Shard AttentionWorld<T>::shard_of(std::int64_t kvp_r
     for (std::size_t b = 0; b < c.sequences.size(); ++b) {
       const Sequence& s = c.sequences[b];
       const std::int64_t forgotten =
-          c.forgets ? std::max<std::int64_t>(0, s.length - s.queries + 1 - c.window) : 0;
+          c.forgets ? std::max<std::int64_t>(0, s.length - s.queries + 1 - c.window) : c.nan_tokens;
       for (std::int64_t local = 0; local < layout.length(s.length, kvp_rank); ++local) {
         std::int32_t& page = shard.lists.at(slots_[b], local / c.page_tokens);
         const std::int64_t in_page = local % c.page_tokens;
