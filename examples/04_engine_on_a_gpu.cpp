@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <random>
 #include <thread>
 #include <vector>
@@ -20,6 +21,8 @@
 #include <helix/kvp_all_to_all.hpp>
 #include <helix/lse_combine.hpp>
 #include <helix/partial_attention.hpp>
+
+#include "nccl_environment.hpp"
 
 namespace {
 
@@ -56,20 +59,30 @@ helix::cuda::Allocator engine_allocator() {
           .free = [](void* data, std::size_t) { (void)cudaFreeAsync(data, nullptr); }};
 }
 
+/// Frees what the engine has of CUDA.
+struct Free {
+  void operator()(void* data) const { (void)cudaFree(data); }
+  void operator()(cudaStream_t stream) const { (void)cudaStreamDestroy(stream); }
+};
+
 template <class T>
-T* on_device(const std::vector<T>& host) {
+std::unique_ptr<T, Free> on_device(const std::vector<T>& host) {
   void* device = nullptr;
   check(cudaMalloc(&device, host.size() * sizeof(T)));
+  std::unique_ptr<T, Free> owned(static_cast<T*>(device));
   check(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return static_cast<T*>(device);
+  return owned;
 }
 
 /// Runs one rank: copies its share of the context into the engine's pool, then attends, exchanges and
 /// combines on the engine's stream.
-void run_rank(int rank, int size, ncclComm_t engine_comm, const Model& model, std::vector<float>& combined) {
+void run_rank(const helix::cuda::NcclComm& comm, const Model& model, std::vector<float>& combined) {
+  const int rank = comm.rank();
+  const int size = comm.size();
   check(cudaSetDevice(rank));
-  cudaStream_t engine_stream = nullptr;
-  check(cudaStreamCreateWithFlags(&engine_stream, cudaStreamNonBlocking));
+  cudaStream_t stream_handle = nullptr;
+  check(cudaStreamCreateWithFlags(&stream_handle, cudaStreamNonBlocking));
+  const std::unique_ptr<CUstream_st, Free> engine_stream(stream_handle);
 
   const helix::KvLayout layout(size, kChunk);
   const std::int64_t local_tokens = layout.length(kContext, rank);
@@ -93,18 +106,20 @@ void run_rank(int rank, int size, ncclComm_t engine_comm, const Model& model, st
       std::copy_n(model.v.begin() + from, kDim, host.begin() + values + to);
     }
   }
+  const auto engine_pool = on_device(host);
+  const auto engine_table = on_device(table);
+  const auto engine_q = on_device(model.q);
   helix::VllmKvArgs device_pool = pool;
-  device_pool.pool = on_device(host);
+  device_pool.pool = engine_pool.get();
   helix::KvView kv = helix::vllm_kv(device_pool);
-  kv.page_table = on_device(table);
+  kv.page_table = engine_table.get();
   kv.max_pages = blocks;
   kv.layout = layout;
   kv.kvp_rank = rank;
 
-  // All of these are borrowed: Helix destroys none of them.
-  helix::cuda::NcclComm comm = helix::cuda::NcclComm::borrow(engine_comm);
+  // Stream, memory and communicator are borrowed: Helix destroys none of them.
   Backend backend(comm, comm, rank, engine_allocator());
-  const helix::cuda::Stream stream = helix::cuda::Stream::borrow(engine_stream);
+  const helix::cuda::Stream stream = helix::cuda::Stream::borrow(engine_stream.get());
   helix::BatchBuffer<Backend> batch(backend, 1, 1);
   const std::int32_t offsets[] = {0, 1}, slots[] = {0};
   const std::int64_t positions[] = {kContext - 1};
@@ -121,7 +136,7 @@ void run_rank(int rank, int size, ncclComm_t engine_comm, const Model& model, st
       .out = {reinterpret_cast<helix::bf16*>(out.data()), {1, kHeads, kDim}},
       .lse = {reinterpret_cast<float*>(lse.data()), {1, kHeads}}};
   helix::partial_attention(backend,
-                           {.q = {on_device(model.q), {1, kHeads, kDim}},
+                           {.q = {engine_q.get(), {1, kHeads, kDim}},
                             .batch = batch.batch(),
                             .kv = kv,
                             .target = target,
@@ -168,6 +183,7 @@ double error_of(const Model& model, const std::vector<float>& combined) {
 }  // namespace
 
 int main() {
+  helix::turn_nccl_multicast_off();
   const int gpus = helix::cuda::device_count();
   if (gpus == 0) {
     std::printf("skipped: %s\n", helix::cuda::no_device_reason().c_str());
@@ -176,25 +192,29 @@ int main() {
   const int size = gpus >= 4 ? 4 : gpus >= 2 ? 2 : 1;
   const Model model;
   std::vector<float> combined(kHeads * kDim);
-  std::vector<ncclComm_t> comms(static_cast<std::size_t>(size));
-  if (ncclCommInitAll(comms.data(), size, nullptr) != ncclSuccess) return 1;
+  std::vector<ncclComm_t> engine_comms(static_cast<std::size_t>(size));
+  if (ncclCommInitAll(engine_comms.data(), size, nullptr) != ncclSuccess) return 1;
+  // May be aborted, so that no rank waits on the device for one that has failed.
+  std::vector<helix::cuda::NcclComm> comms;
+  for (ncclComm_t comm : engine_comms) comms.push_back(helix::cuda::NcclComm::borrow(comm, true));
   std::vector<std::thread> ranks;
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(size));
-  for (int rank = 0; rank < size; ++rank) {
+  for (std::size_t rank = 0; rank < comms.size(); ++rank) {
     ranks.emplace_back([&, rank] {
-      const auto at = static_cast<std::size_t>(rank);
       try {
-        run_rank(rank, size, comms[at], model, combined);
-      } catch (...) {
-        failures[at] = std::current_exception();
+        run_rank(comms[rank], model, combined);
+      } catch (const std::exception& error) {
+        failures[rank] = std::current_exception();
+        for (helix::cuda::NcclComm& comm : comms) comm.abort(error.what());
       }
     });
   }
   for (std::thread& rank : ranks) rank.join();
-  for (ncclComm_t comm : comms) ncclCommDestroy(comm);
   for (const std::exception_ptr& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }
+  comms.clear();
+  for (ncclComm_t comm : engine_comms) ncclCommDestroy(comm);
   const double worst = error_of(model, combined);
   std::printf("%d tokens over %d GPUs: largest difference from whole attention %.1e\n", kContext, size,
               worst);

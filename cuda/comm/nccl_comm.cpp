@@ -28,39 +28,41 @@ int NcclComm::size() const {
 
 void NcclComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("all_reduce", in, out, count, dtype);
+  const StreamHandle queue = stream.handle();
   state_->call("all_reduce", [&](ncclComm_t comm) {
     if (count == 0) return ncclSuccess;
-    return ncclAllReduce(in, out, unsigned_count(count), nccl_type(dtype), ncclSum, comm, stream.handle());
+    return ncclAllReduce(in, out, unsigned_count(count), nccl_type(dtype), ncclSum, comm, queue);
   });
 }
 
 void NcclComm::reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("reduce_scatter", in, out, count, dtype);
+  const StreamHandle queue = stream.handle();
   state_->call("reduce_scatter", [&](ncclComm_t comm) {
     if (count == 0) return ncclSuccess;
-    return ncclReduceScatter(in, out, unsigned_count(count), nccl_type(dtype), ncclSum, comm,
-                             stream.handle());
+    return ncclReduceScatter(in, out, unsigned_count(count), nccl_type(dtype), ncclSum, comm, queue);
   });
 }
 
 void NcclComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_gather", in, out, bytes);
+  const StreamHandle queue = stream.handle();
   state_->call("all_gather", [&](ncclComm_t comm) {
     if (bytes == 0) return ncclSuccess;
-    return ncclAllGather(in, out, unsigned_count(bytes), ncclInt8, comm, stream.handle());
+    return ncclAllGather(in, out, unsigned_count(bytes), ncclInt8, comm, queue);
   });
 }
 
 void NcclComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_to_all", in, out, bytes);
+  const StreamHandle queue = stream.handle();
   state_->call_group("all_to_all", [&](ncclComm_t comm) {
     // NCCL turns the message to oneself into a copy inside the same kernel.
     ncclResult_t result = ncclSuccess;
     for (int peer = 0; peer < state_->size && bytes > 0 && result == ncclSuccess; ++peer) {
-      result = ncclSend(at(in, peer * bytes), unsigned_count(bytes), ncclInt8, peer, comm, stream.handle());
+      result = ncclSend(at(in, peer * bytes), unsigned_count(bytes), ncclInt8, peer, comm, queue);
       if (result == ncclSuccess)
-        result =
-            ncclRecv(at(out, peer * bytes), unsigned_count(bytes), ncclInt8, peer, comm, stream.handle());
+        result = ncclRecv(at(out, peer * bytes), unsigned_count(bytes), ncclInt8, peer, comm, queue);
     }
     return result;
   });
@@ -70,6 +72,7 @@ void NcclComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
                             std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
   comm::expect_own_bytes(send_bytes, recv_bytes, rank());
+  const StreamHandle queue = stream.handle();
   state_->call_group("all_to_all_v", [&](ncclComm_t comm) {
     ncclResult_t result = ncclSuccess;
     std::int64_t send_begin = 0;
@@ -77,11 +80,9 @@ void NcclComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
     for (std::size_t i = 0; i < send_bytes.size() && result == ncclSuccess; ++i) {
       const int peer = static_cast<int>(i);
       if (send_bytes[i] > 0)
-        result = ncclSend(at(in, send_begin), unsigned_count(send_bytes[i]), ncclInt8, peer, comm,
-                          stream.handle());
+        result = ncclSend(at(in, send_begin), unsigned_count(send_bytes[i]), ncclInt8, peer, comm, queue);
       if (recv_bytes[i] > 0 && result == ncclSuccess)
-        result = ncclRecv(at(out, recv_begin), unsigned_count(recv_bytes[i]), ncclInt8, peer, comm,
-                          stream.handle());
+        result = ncclRecv(at(out, recv_begin), unsigned_count(recv_bytes[i]), ncclInt8, peer, comm, queue);
       send_begin += send_bytes[i];
       recv_begin += recv_bytes[i];
     }
@@ -92,34 +93,38 @@ void NcclComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
 void NcclComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stream) {
   comm::expect_buffer("broadcast", "buffer", buffer, bytes);
   comm::expect_root("broadcast", root, size());
+  const StreamHandle queue = stream.handle();
   state_->call("broadcast", [&](ncclComm_t comm) {
     if (bytes == 0) return ncclSuccess;
-    return ncclBroadcast(buffer, buffer, unsigned_count(bytes), ncclInt8, root, comm, stream.handle());
+    return ncclBroadcast(buffer, buffer, unsigned_count(bytes), ncclInt8, root, comm, queue);
   });
 }
 
 void NcclComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_buffer("send", "buffer", buffer, bytes);
   comm::expect_peer("send", peer, rank(), size());
+  const StreamHandle queue = stream.handle();
   state_->call("send", [&](ncclComm_t comm) {
     if (bytes == 0) return ncclSuccess;
-    return ncclSend(buffer, unsigned_count(bytes), ncclInt8, peer, comm, stream.handle());
+    return ncclSend(buffer, unsigned_count(bytes), ncclInt8, peer, comm, queue);
   });
 }
 
 void NcclComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_buffer("recv", "buffer", buffer, bytes);
   comm::expect_peer("recv", peer, rank(), size());
+  const StreamHandle queue = stream.handle();
   state_->call("recv", [&](ncclComm_t comm) {
     if (bytes == 0) return ncclSuccess;
-    return ncclRecv(buffer, unsigned_count(bytes), ncclInt8, peer, comm, stream.handle());
+    return ncclRecv(buffer, unsigned_count(bytes), ncclInt8, peer, comm, queue);
   });
 }
 
 void NcclComm::barrier(Stream stream) {
+  const StreamHandle queue = stream.handle();
   state_->call("barrier", [&](ncclComm_t comm) {
     void* value = state_->barrier_value.data();
-    return ncclAllReduce(value, value, 1, ncclFloat32, ncclSum, comm, stream.handle());
+    return ncclAllReduce(value, value, 1, ncclFloat32, ncclSum, comm, queue);
   });
 }
 

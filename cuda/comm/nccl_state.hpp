@@ -146,7 +146,7 @@ struct NcclComm::State {
   /// "rank 1 of 4", with the root rank if that differs.
   std::string name() const;
 
-  /// Calls body(comm) with the device current, and checks the result.
+  /// Calls body(comm), which throws nothing, with the device current, and checks the result.
   template <class Body>
   void call(const char* what, Body&& body) {
     const std::lock_guard lock(calls);

@@ -135,6 +135,7 @@ bool PeerComm::shares_device() const {
 void PeerComm::queue_together(const char* operation, const Stream& stream,
                               const std::function<void(const PeerChannel&)>& queue) const {
   expect_windows(*state_);
+  (void)stream.handle();
   state_->begin(operation);
   // The kernels compare sizes, if at all; the hosts do not.
   comm::Call call = call_of(Operation::kernel, 0);
@@ -160,7 +161,7 @@ PeerWindow PeerComm::allocate_window(std::size_t bytes, std::int64_t parts) cons
 
 void PeerComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("all_reduce", in, out, count, dtype);
-  state_->begin_message("all_reduce");
+  state_->begin_message("all_reduce", stream);
   if (count == 0) return;
   if (state_->is_for_nccl(count * static_cast<std::int64_t>(size_bytes(dtype))))
     return state_->nccl->all_reduce(in, out, count, dtype, stream);
@@ -170,7 +171,7 @@ void PeerComm::all_reduce(const void* in, void* out, std::int64_t count, DType d
 
 void PeerComm::reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("reduce_scatter", in, out, count, dtype);
-  state_->begin_message("reduce_scatter");
+  state_->begin_message("reduce_scatter", stream);
   if (count == 0) return;
   if (state_->is_for_nccl(count * static_cast<std::int64_t>(size_bytes(dtype))))
     return state_->nccl->reduce_scatter(in, out, count, dtype, stream);
@@ -180,7 +181,7 @@ void PeerComm::reduce_scatter(const void* in, void* out, std::int64_t count, DTy
 
 void PeerComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_gather", in, out, bytes);
-  state_->begin_message("all_gather");
+  state_->begin_message("all_gather", stream);
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->all_gather(in, out, bytes, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_gather, bytes));
@@ -194,7 +195,7 @@ void PeerComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream 
 
 void PeerComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_to_all", in, out, bytes);
-  state_->begin_message("all_to_all");
+  state_->begin_message("all_to_all", stream);
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->all_to_all(in, out, bytes, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all, bytes));
@@ -209,7 +210,7 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
                             std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
   comm::expect_own_bytes(send_bytes, recv_bytes, rank());
-  state_->begin_message("all_to_all_v");
+  state_->begin_message("all_to_all_v", stream);
   if (!has_windows()) return state_->nccl->all_to_all_v(in, send_bytes, out, recv_bytes, stream);
   comm::Call call = call_of(Operation::all_to_all_v, 0);
   call.send_bytes = send_bytes.data();
@@ -232,7 +233,7 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
 void PeerComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stream) {
   comm::expect_buffer("broadcast", "buffer", buffer, bytes);
   comm::expect_root("broadcast", root, size());
-  state_->begin_message("broadcast");
+  state_->begin_message("broadcast", stream);
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->broadcast(buffer, bytes, root, stream);
   PeerMoves moves = moves_of(buffer, buffer, tag_of(Operation::broadcast, bytes, root));
@@ -247,7 +248,7 @@ void PeerComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stre
 void PeerComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_buffer("send", "buffer", buffer, bytes);
   comm::expect_peer("send", peer, rank(), size());
-  state_->begin_message("send");
+  state_->begin_message("send", stream);
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->send(buffer, bytes, peer, stream);
   PeerMoves moves = moves_of(buffer, nullptr, tag_of(Operation::send, bytes));
@@ -258,7 +259,7 @@ void PeerComm::send(const void* buffer, std::int64_t bytes, int peer, Stream str
 void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_buffer("recv", "buffer", buffer, bytes);
   comm::expect_peer("recv", peer, rank(), size());
-  state_->begin_message("recv");
+  state_->begin_message("recv", stream);
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->recv(buffer, bytes, peer, stream);
   PeerMoves moves = moves_of(nullptr, buffer, tag_of(Operation::send, bytes));
@@ -267,7 +268,7 @@ void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
 }
 
 void PeerComm::barrier(Stream stream) {
-  state_->begin_message("barrier");
+  state_->begin_message("barrier", stream);
   if (!has_windows()) return state_->nccl->barrier(stream);
   PeerMoves moves = moves_of(nullptr, nullptr, tag_of(Operation::barrier, 0));
   moves.all_meet = true;

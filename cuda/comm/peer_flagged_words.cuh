@@ -19,19 +19,16 @@ struct FlaggedWords {
   __device__ std::uint32_t* count() const { return channel.flagged_word_counts + blockIdx.x; }
   /// Stores word `i` of message `count` into the memory of `reader`.
   __device__ __forceinline__ void send(int reader, std::uint32_t count, int i, std::uint32_t word) const {
-    asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(at(reader, count, channel.waits.rank, i)),
-                 "r"(word), "r"(flag(count))
-                 : "memory");
+    auto* to = reinterpret_cast<std::uint64_t*>(at(reader, count, channel.waits.rank, i));
+    *static_cast<volatile std::uint64_t*>(to) = static_cast<std::uint64_t>(flag(count)) << 32 | word;
   }
   /// Waits for word `i` of message `count` from `sender`. False: it will not come.
   __device__ __forceinline__ bool receive(int sender, std::uint32_t count, int i, std::uint32_t& word) const {
     const std::byte* const from = at(channel.waits.rank, count, sender, i);
     return wait_for_peer(channel.waits, sender, count, [&](std::uint64_t& value) {
-      std::uint32_t seen;
-      asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(word), "=r"(seen)
-                   : "l"(from)
-                   : "memory");
+      const std::uint64_t both = *reinterpret_cast<const volatile std::uint64_t*>(from);
+      word = static_cast<std::uint32_t>(both);
+      const auto seen = static_cast<std::uint32_t>(both >> 32);
       value = seen >> kTagBits;
       return seen == flag(count) ? Seen::there : Seen::not_yet;
     });

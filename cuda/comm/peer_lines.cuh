@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines of an exchange. 8 bytes of data and their flag are one 16-byte store, so a peer that sees the flag
-// has the data. This doubles the bytes, but saves a round trip between data and flag.
+// Lines of an exchange: twice 4 bytes of data and their flag, each pair an 8-byte word of its own, so a peer
+// that sees both flags has the data. This doubles the bytes, but saves a round trip between data and flag.
 #pragma once
 
 #include <cstddef>

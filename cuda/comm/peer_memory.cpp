@@ -13,6 +13,7 @@
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 
+#include "cuda/runtime/device_fault.hpp"
 #include "cuda/runtime/device_gate.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
@@ -54,26 +55,10 @@ const Driver& driver() {
 /// What a machine does not support is `unsupported`: there may be another way. The error of an earlier
 /// kernel, which any call may return, is not.
 ErrorCode code_of(CUresult result) {
-  switch (result) {
-    case CUDA_ERROR_OUT_OF_MEMORY:
-      return ErrorCode::capacity;
-    case CUDA_ERROR_ILLEGAL_ADDRESS:
-    case CUDA_ERROR_LAUNCH_FAILED:
-    case CUDA_ERROR_LAUNCH_TIMEOUT:
-    case CUDA_ERROR_ASSERT:
-    case CUDA_ERROR_MISALIGNED_ADDRESS:
-    case CUDA_ERROR_ILLEGAL_INSTRUCTION:
-    case CUDA_ERROR_INVALID_ADDRESS_SPACE:
-    case CUDA_ERROR_INVALID_PC:
-    case CUDA_ERROR_HARDWARE_STACK_ERROR:
-    case CUDA_ERROR_ECC_UNCORRECTABLE:
-    case CUDA_ERROR_NVLINK_UNCORRECTABLE:
-    case CUDA_ERROR_CONTEXT_IS_DESTROYED:
-    case CUDA_ERROR_DEINITIALIZED:
-      return ErrorCode::device_failed;
-    default:
-      return ErrorCode::unsupported;
-  }
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) return ErrorCode::capacity;
+  static_assert(static_cast<int>(CUDA_ERROR_LAUNCH_FAILED) == static_cast<int>(cudaErrorLaunchFailure));
+  return is_device_fault(static_cast<cudaError_t>(result)) ? ErrorCode::device_failed
+                                                           : ErrorCode::unsupported;
 }
 
 void check(CUresult result, const char* call) {

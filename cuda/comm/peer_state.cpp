@@ -174,7 +174,8 @@ void PeerComm::State::begin(const char* operation) const {
   own->progress.begin(operation);
 }
 
-void PeerComm::State::begin_message(const char* operation) const {
+void PeerComm::State::begin_message(const char* operation, const Stream& stream) const {
+  (void)stream.handle();
   begin(operation);
   expect_transport();
 }

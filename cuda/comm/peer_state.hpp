@@ -93,8 +93,9 @@ struct PeerComm::State {
   void expect_no_failure() const;
   /// Records the next call. @throws what expect_no_failure() throws.
   void begin(const char* operation) const;
-  /// As begin(), for a call that sends messages. @throws Error(unsupported) if there is no transport.
-  void begin_message(const char* operation) const;
+  /// As begin(), for a call that sends messages. @throws Error(invalid_argument), before the call is
+  /// recorded, if `stream` names no queue; Error(unsupported) if there is no transport.
+  void begin_message(const char* operation, const Stream& stream) const;
   /// @throws Error(unsupported), on all ranks, if there is no transport: neither windows nor NCCL.
   void expect_transport() const;
   /// Whether a message of `bytes` goes over NCCL.

@@ -46,15 +46,18 @@ __device__ __forceinline__ void send_headers(const PeerWaits& waits, const Windo
   const std::uint64_t own =
       exchange_epoch(place.exchanges, sum_of_lanes(lane < kThreads / kWarp ? terms[lane] : 0));
   if (may_send) {
-    __threadfence_system();
+    const auto send_word = [&](int word, std::uint64_t value) {
 #pragma unroll 1
-    for (std::int64_t p = lane; p < args.peers; p += kWarp) {
-      if (p == args.sender) continue;
-      asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(args.sent + p * args.peer_bytes +
-                                                                     place.slot_begin),
-                   "l"(own), "l"(header_rest(args, args.sender))
-                   : "memory");
-    }
+      for (std::int64_t p = lane; p < args.peers; p += kWarp) {
+        if (p == args.sender) continue;
+        auto* header =
+            reinterpret_cast<volatile std::uint64_t*>(args.sent + p * args.peer_bytes + place.slot_begin);
+        header[word] = value;
+      }
+    };
+    send_word(1, header_rest(args, args.sender));
+    __threadfence_system();  // a peer that sees the epoch has the rows and the rest of the header
+    send_word(0, own);
   }
   if (lane == 0) epoch = own;
 }
@@ -117,6 +120,12 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
           merge_partials<kCount, kRanks>(
               rows, PartialRowInMemory<T, false>(rows, all_out, all_lse, token, head), share, token, head);
         });
+  }
+  // A peer that gave up after its header was sent may have written its next rows over those merged here. It
+  // says so first. The rows have been used, so this look comes after them.
+  if (threadIdx.x == 0) {
+    if (const int culprit = poisoned_by(waits); culprit >= 0)
+      give_up(waits, PeerFault::gave_up, culprit, seen, place.exchanges);
   }
   if (is_last) counts_of(args).exchanges = place.exchanges;
   if (blockIdx.x == 0 && has_peer) check_header(waits, args, peer, own_epoch, seen, rest);

@@ -58,17 +58,29 @@ __device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
 
 /// 16-byte store to memory that another GPU reads meanwhile, and 16-byte load from memory that it writes.
 __device__ __forceinline__ void store_volatile(void* to, uint4 x) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z),
-               "r"(x.w)
-               : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      "mov.b64 low, {%1, %2};\n"
+      "mov.b64 high, {%3, %4};\n"
+      "st.volatile.global.v2.u64 [%0], {low, high};\n"
+      "}\n" ::"l"(to),
+      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+      : "memory");
 }
 
 __device__ __forceinline__ uint4 load_volatile(const void* from) {
   uint4 x;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from)
-               : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      "ld.volatile.global.v2.u64 {low, high}, [%4];\n"
+      "mov.b64 {%0, %1}, low;\n"
+      "mov.b64 {%2, %3}, high;\n"
+      "}\n"
+      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+      : "l"(from)
+      : "memory");
   return x;
 }
 
@@ -183,8 +195,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1
   }
 }
 
-/// Converts four e4m3 to two pairs of f16, exactly. Below compute capability 8.9 it moves bits, which turns
-/// NaN into 480.
+/// Converts four e4m3 to two pairs of f16, exactly; NaN stays NaN.
 __device__ __forceinline__ void widen(unsigned four, unsigned& low, unsigned& high) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n"
@@ -196,11 +207,12 @@ __device__ __forceinline__ void widen(unsigned four, unsigned& low, unsigned& hi
       : "=r"(low), "=r"(high)
       : "r"(four));
 #else
-  // The exponent of f16 has one bit more than that of e4m3, and a bias of 15 instead of 7.
+  // The exponent of f16 has one bit more than that of e4m3, and a bias of 15 instead of 7. Moved bits of NaN
+  // are 480, above all numbers of e4m3.
   const auto moved = [](unsigned pair) {
     const unsigned bits = (pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1;
     const __half2 x = __hmul2(reinterpret_cast<const __half2&>(bits), __half2half2(__ushort_as_half(0x5c00)));
-    return reinterpret_cast<const unsigned&>(x);
+    return reinterpret_cast<const unsigned&>(x) | __hgt2_mask(__habs2(x), __float2half2_rn(448.0f));
   };
   low = moved(__byte_perm(four, 0, 0x1404));
   high = moved(__byte_perm(four, 0, 0x3424));

@@ -9,6 +9,7 @@
 #include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
 
+#include "cuda/runtime/device_fault.hpp"
 #include "cuda/runtime/device_gate.hpp"
 
 namespace helix::cuda {
@@ -24,21 +25,8 @@ ErrorCode code_of(cudaError_t status) {
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorUnsupportedPtxVersion:
       return ErrorCode::unsupported;
-    case cudaErrorIllegalAddress:
-    case cudaErrorLaunchFailure:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorAssert:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorInvalidPc:
-    case cudaErrorHardwareStackError:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorContextIsDestroyed:
-      return ErrorCode::device_failed;
     default:
-      return ErrorCode::internal;
+      return is_device_fault(status) ? ErrorCode::device_failed : ErrorCode::internal;
   }
 }
 

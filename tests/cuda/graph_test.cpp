@@ -113,8 +113,10 @@ class AttentionStep {
     const auto heads = [&](std::int64_t first, std::int64_t count) {
       return TensorView<const T, 3>(qkv.data() + first * kDim, {kTokens, count, kDim}, {kWidth, kDim, 1});
     };
-    KvView kv = KvView::of_pool(
-        pages_.data(), KvFormat::head_major(kDTypeOf<T>, kKvHeads, kDim, kDim, kPageTokens), kNumPages);
+    KvView kv =
+        KvView::of_pool(pages_.data(), KvFormat::head_major(kDTypeOf<T>, kKvHeads, kDim, kDim, kPageTokens),
+                        kNumPages)
+            .whole();
     kv.page_table = typed<std::int32_t>(table_);
     kv.max_pages = kMaxPages;
     const Batch batch{host_offsets_, typed<std::int32_t>(offsets_), positions, typed<std::int32_t>(slots_)};

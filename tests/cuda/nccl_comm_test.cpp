@@ -25,6 +25,7 @@
 #include "cuda/gpu.hpp"
 #include "cuda/host_comm.hpp"
 #include "cuda/process_job.hpp"
+#include "cuda/unnamed_stream.hpp"
 #include "support/ranks.hpp"
 
 using namespace std::chrono_literals;
@@ -279,6 +280,15 @@ TEST_CASE("an engine's communicator is used, not destroyed, and aborted only if 
   CHECK(ncclCommCount(engines, &count) == ncclSuccess);
   CHECK(count == 1);
   CHECK(ncclCommDestroy(engines) == ncclSuccess);
+}
+
+TEST_CASE("NcclComm refuses a stream that names no queue, and goes on") {
+  HELIX_REQUIRE_GPUS(1);
+  const int size = std::min(2, helix::cuda::device_count());
+  run_ranks_or_throw(NcclComm::create_group(first_devices(size)), [](NcclComm& comm) {
+    helix::cuda::use_device(comm.rank());
+    helix::test::refuses_unnamed_stream(comm);
+  });
 }
 
 TEST_CASE("groups of impossible devices are refused") {

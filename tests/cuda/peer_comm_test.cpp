@@ -29,6 +29,7 @@
 #include "cuda/gpu.hpp"
 #include "cuda/host_comm.hpp"
 #include "cuda/process_job.hpp"
+#include "cuda/unnamed_stream.hpp"
 #include "support/failure.hpp"
 #include "support/ranks.hpp"
 
@@ -500,6 +501,15 @@ TEST_CASE("ranks that make different calls are told where their messages meet") 
   CHECK(outcomes.failures[0] != nullptr);
   CHECK(outcomes.failures[1] != nullptr);
   CHECK_THAT(outcomes.message(0) + outcomes.message(1), Contains("out of step"));
+}
+
+TEST_CASE("PeerComm refuses a stream that names no queue, and goes on") {
+  HELIX_REQUIRE_GPUS(1);
+  const bool hosts_meet = GENERATE(true, false);
+  run_ranks_or_throw(group_on_one_gpu(2, 5s, hosts_meet), [](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    helix::test::refuses_unnamed_stream(comm);
+  });
 }
 
 TEST_CASE("all_to_all_v is refused where what one rank sends is not what another expects") {

@@ -116,13 +116,14 @@ struct Exchange {
   std::int64_t shift;  // offset of the result in elements, so that it is aligned to only one element
   Buffer combined;
 
-  Exchange(PeerBackend<T>& of, const ExchangeCase& c, std::int64_t max_tokens, bool has_lines)
+  Exchange(PeerBackend<T>& of, const ExchangeCase& c, std::int64_t max_tokens, bool has_lines, int group = 0)
       : backend(of),
         shape(c),
         all_to_all(of, {.max_tokens = max_tokens,
                         .num_query_heads = c.heads,
                         .value_dim = c.dim,
-                        .has_lines = has_lines}),
+                        .has_lines = has_lines,
+                        .group = group}),
         positions(on_device(std::vector<std::int64_t>(static_cast<std::size_t>(c.tokens + 1), 5))),
         shift(c.dim == 12 ? 1 : 0),
         combined(static_cast<std::size_t>(shift + c.tokens * c.heads / of.comms().kvp->size() * c.dim) *
@@ -236,6 +237,46 @@ TEST_CASE("a rank that skips an exchange or is at other positions is named") {
   CHECK(outcomes.failures[0] != nullptr);
   CHECK_THAT(outcomes.message(0), Contains("rank 1"));
   if (!skips) CHECK_THAT(outcomes.message(0), Contains("out of step"));
+}
+
+TEST_CASE("a rank that comes after another has given up does not combine what that one writes next") {
+  HELIX_REQUIRE_GPUS(1);
+  const bool has_lines = GENERATE(false, true);
+  const RankOutcomes outcomes = run_ranks(make_group(2, 2s), [has_lines](PeerComm& comm) {
+    helix::cuda::use_device(device_of(comm));
+    PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
+    const Stream stream = backend.create_stream();
+    Exchange<bf16> exchange(backend, {1, 8, 128}, 1, has_lines);
+    exchange.queue(0, stream);
+    backend.synchronize(stream);
+    const Graph graph = Graph::capture(stream, [&] {
+      exchange.queue(0, stream);
+      exchange.queue(1, stream);
+    });
+    if (comm.rank() == 0) std::this_thread::sleep_for(3s);
+    graph.replay(stream);  // rank 1 gives up in the first exchange, and then writes partials of the second
+    if (comm.rank() == 1) std::this_thread::sleep_for(5s);  // and its host does not look at the result
+    backend.synchronize(stream);
+  });
+  CAPTURE(has_lines, outcomes.all_messages());
+  REQUIRE(outcomes.failures[0] != nullptr);
+  CHECK_THAT(outcomes.message(0), Contains("rank 1"));
+}
+
+TEST_CASE("ranks of two KVP groups in one communicator end in an error over windows, not in a wrong result") {
+  HELIX_REQUIRE_GPUS(1);
+  const bool has_lines = GENERATE(false, true);
+  const RankOutcomes outcomes = run_ranks(make_group(2, 1s), [has_lines](PeerComm& comm) {
+    helix::cuda::use_device(device_of(comm));
+    PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
+    const Stream stream = backend.create_stream();
+    Exchange<bf16> exchange(backend, {1, 8, 128}, 1, has_lines, comm.rank());
+    exchange.queue(0, stream);
+    backend.synchronize(stream);
+  });
+  CAPTURE(has_lines, outcomes.all_messages());
+  for (int rank = 0; rank < 2; ++rank) CHECK(outcomes.code(rank).has_value());
+  CHECK_THAT(outcomes.all_messages(), Contains("rank 0") || Contains("rank 1"));
 }
 
 TEMPLATE_TEST_CASE("reduce_norm over windows equals the norm of the sum with equal bits on all ranks", "",
