@@ -59,7 +59,7 @@ constexpr Case kCases[] = {
 
 constexpr std::int64_t kPageTokens = 64;
 
-helix::KvView view_of(const Case& c, std::byte* memory) {
+helix::KvView pool_of(const Case& c, std::byte* memory) {
   const std::int64_t num_pages = c.tokens / kPageTokens;
   constexpr helix::DType kType = helix::DType::bf16;
   if (c.layout == Layout::own) {
@@ -108,7 +108,7 @@ void bench_partial_attention(benchmark::State& state, const Case& c, int num_thr
   helix::PartialAttentionArgs<float> args;
   args.q = {q.data(), {1, c.query_heads, c.head_dim}};
   args.batch = {offsets, offsets.data(), &position, &slot};
-  args.kv = view_of(c, memory.data());
+  args.kv = pool_of(c, memory.data()).whole();
   args.kv.page_table = table.data();
   args.kv.max_pages = args.kv.num_pages;
   args.target.out = {out.data(), {1, c.query_heads, c.value_dim}};

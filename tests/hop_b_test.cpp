@@ -139,13 +139,14 @@ TEST_CASE("the number of slices is what was asked for, within the sequences and 
   CHECK(hop_b.resolve_slices(3, 64, 2, 1000) == 3);
   CHECK(hop_b.resolve_slices(3, 2, 2, 1000) == 2);
   CHECK(hop_b.resolve_slices(3, 0, 2, 1000) == 1);
-  CHECK(hop_b.resolve_slices(20, 64, 2, 1000) == 8);
+  CHECK(hop_b.resolve_slices(8, 64, 2, 1000) == 8);
   CHECK(hop_b.resolve_slices(0, 64, 1, 1000) == 1);  // there is no exchange
   CHECK(hop_b.resolve_slices(0, 64, 2, 1000) == 4);
   CHECK(hop_b.resolve_slices(0, 3, 2, 1000) == 3);
   CHECK(hop_b.resolve_slices(0, 0, 2, 1000) == 1);
   CHECK(HopB<CpuBackend>(backend, 2).resolve_slices(0, 64, 2, 1000) == 2);
   CHECK(required_failure([&] { hop_b.resolve_slices(-1, 64, 2, 1000); }).says("-1 slices"));
+  CHECK(required_failure([&] { hop_b.resolve_slices(9, 64, 2, 1000); }).says("9 slices"));
   CHECK(required_failure([&] { hop_b.resolve_slices(0, -2, 2, 1000); }).says("-2 sequences"));
 }
 

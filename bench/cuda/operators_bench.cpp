@@ -283,7 +283,8 @@ void bench_append_kv(benchmark::State& state, std::int64_t batch) {
 
   AppendKvArgs<bf16> args;
   args.kv =
-      KvView::of_pool(pool.data(), KvFormat::head_major(DType::bf16, heads, dim, dim, kPageTokens), pages);
+      KvView::of_pool(pool.data(), KvFormat::head_major(DType::bf16, heads, dim, dim, kPageTokens), pages)
+          .whole();
   args.kv.max_pages = kMaxPages;
   args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at.data());
   measure(

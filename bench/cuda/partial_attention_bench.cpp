@@ -254,7 +254,7 @@ cuda::Buffer random_pool(const Case& c, std::int64_t pages, std::mt19937::result
 /// A view of the pool, without a page table.
 KvView view_of(const cuda::Buffer& pool, const Case& c, std::int64_t pages) {
   const KvFormat format = format_of(c);
-  KvView kv = KvView::of_pool(pool.data(), format, pages);
+  KvView kv = KvView::of_pool(pool.data(), format, pages).whole();
   if (c.layout == Layout::token_major) kv.v = pool.data() + pages * format.k.page * format.element_bytes();
   return kv;
 }

@@ -15,7 +15,7 @@ namespace helix {
 struct ExchangeHeader {
   std::uint64_t epoch = 0;  ///< exchange_epoch() of the sender (invariant 13).
   std::uint32_t tokens = 0;
-  std::uint32_t sender = 0;  ///< kvp_rank of the sender.
+  std::uint32_t sender = 0;  ///< Rank of the sender in its group.
 };
 
 namespace detail {
@@ -59,25 +59,24 @@ constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, const std::int64
   return exchange_epoch(exchanges, terms);
 }
 
-/// Checks the header of a message from KVP rank `peer` against `own`, a header that this rank has stamped for
-/// the same exchange. @throws Error(out_of_step) that says how they differ.
+/// Checks the header of a message from rank `peer` of the group against `own`, a header that this rank has
+/// stamped for the same exchange. @throws Error(out_of_step) that says how they differ.
 inline void check_exchange_header(std::int64_t peer, const ExchangeHeader& header,
                                   const ExchangeHeader& own) {
   constexpr std::uint32_t kSteps = std::uint32_t{1} << detail::kExchangeGroupShift;
   const auto count = [](std::uint64_t epoch) { return static_cast<std::uint32_t>(epoch); };
   const auto step = [&](std::uint64_t epoch) { return count(epoch) % kSteps; };
-  const auto group = [&](std::uint64_t epoch) { return count(epoch) / kSteps; };
   const auto hash = [](std::uint64_t epoch) { return epoch >> 32; };
   HELIX_EXPECTS(header.sender == peer, ErrorCode::out_of_step,
-                "exchange: the message in the place of group rank ", peer, " names rank ", header.sender,
+                "out of step: the message in the place of group rank ", peer, " names rank ", header.sender,
                 " as its sender: ranks exchange different numbers of tokens, or the groups differ");
   // Ranks of one group never differ by so many exchanges.
   HELIX_EXPECTS(count(header.epoch) == count(own.epoch) || step(header.epoch) != step(own.epoch),
-                ErrorCode::out_of_step, "exchange: the message from group rank ", peer, " counts as group ",
-                group(header.epoch), ", this rank as group ", group(own.epoch),
-                ": the communicator has ranks of several KVP groups; make it of the ranks with one TPA rank");
+                ErrorCode::out_of_step, "out of step: the message from group rank ", peer,
+                " counts exchanges like another KVP group than this rank's: the communicator has ranks of "
+                "several KVP groups; make it of the ranks with one TPA rank");
   HELIX_EXPECTS(header.epoch == own.epoch && header.tokens == own.tokens, ErrorCode::out_of_step,
-                "exchange: the message from group rank ", peer, " says step ", step(header.epoch), ", ",
+                "out of step: the message from group rank ", peer, " says step ", step(header.epoch), ", ",
                 header.tokens, " tokens, positions of hash ", hash(header.epoch), "; expected step ",
                 step(own.epoch), ", ", own.tokens, " tokens, positions of hash ", hash(own.epoch),
                 ": a rank skipped or repeated a step");

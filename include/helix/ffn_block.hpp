@@ -9,6 +9,7 @@
 #include <variant>
 
 #include <helix/backend/layer.hpp>
+#include <helix/backend/optional.hpp>
 #include <helix/integers.hpp>
 #include <helix/layer_config.hpp>
 #include <helix/layer_weights.hpp>
@@ -71,6 +72,7 @@ void queue_ffn(B& backend, const RankShape&, const FfnBlockArgs<B>& args, const 
   if constexpr (requires { backend.linear_swiglu(halves, stream); }) {
     backend.linear_swiglu(halves, stream);
   } else {
+    HELIX_EXPECT_NO_MEMBER(B, linear_swiglu, (const LinearSwigluArgs<Activation>&, Stream));
     backend.linear(
         LinearArgs<T>{.in = args.in, .weight = weights.gate_up, .bias = weights.gate_up_bias, .out = gate_up},
         stream);

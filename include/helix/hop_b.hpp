@@ -35,8 +35,8 @@ class HopB {
   /// Returns the number of slices for a step, equal on all ranks: `requested`, or a choice if that is 0. The
   /// choice depends only on values that all ranks share and that are fixed when a step is captured; lengths
   /// are not, and a graph must not depend on them. With KVP = 1 there is nothing to overlap. A slice holds at
-  /// least one sequence, so more slices than sequences, or than max_slices(), are cut to these; there is at
-  /// least one. `payload_bytes` are those of a rank's messages in the exchange of the whole step
+  /// least one sequence, so more slices than sequences are cut to these; there is at least one.
+  /// `payload_bytes` are those of a rank's messages in the exchange of the whole step
   /// (KvpAllToAll::payload_bytes()).
   ///
   /// If the backend states its costs, these choose, for attention that takes longer than the exchange: n
@@ -44,11 +44,12 @@ class HopB {
   /// little to hide. On two cores that all ranks share, where nothing is idle that an overlap could fill, 8
   /// sequences of 256 tokens took 5 to 10 % longer in four slices and 12 to 30 % in eight; at 2048 tokens no
   /// loss could be measured. An engine that knows its times can call best_hop_b_slices().
-  /// @throws Error(invalid_argument) if `requested` or num_sequences is below 0.
+  /// @throws Error(invalid_argument) if `requested` is not in [0, max_slices()] or num_sequences is below 0.
   int resolve_slices(int requested, std::int64_t num_sequences, int kvp, std::int64_t payload_bytes) const {
-    HELIX_EXPECTS(requested >= 0 && num_sequences >= 0, ErrorCode::invalid_argument, "HopB: ", requested,
-                  " slices of ", num_sequences,
-                  " sequences are asked for; neither may be below 0 (0 slices: a choice)");
+    HELIX_EXPECTS(requested >= 0 && requested <= max_slices() && num_sequences >= 0,
+                  ErrorCode::invalid_argument, "HopB: ", requested, " slices of ", num_sequences,
+                  " sequences are asked for; slices must be in [0, ", max_slices(),
+                  "] (0: a choice), sequences 0 or more");
     if (requested == 0) requested = kvp == 1 ? 1 : choose_slices(num_sequences, payload_bytes);
     return static_cast<int>(larger<std::int64_t>(
         1, smaller(smaller<std::int64_t>(requested, num_sequences), std::int64_t{max_slices()})));

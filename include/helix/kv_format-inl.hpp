@@ -157,6 +157,10 @@ inline void check_kv_view(std::string_view operation, const KvView& kv) {
   HELIX_EXPECTS(kv.layout.chunk() <= kMaxChunk, ErrorCode::invalid_argument, operation,
                 ": the chunk of the KV view's layout is ", kv.layout.chunk(), "; it must be at most ",
                 kMaxChunk);
+  HELIX_EXPECTS(kv.layout.is_set() && kv.kvp_rank != -1, ErrorCode::invalid_argument, operation,
+                ": the KV view has no ", kv.layout.is_set() ? "kvp_rank" : "layout",
+                "; say how sequences are split over ranks: KvLayout(KVP, chunk) and this rank's kvp_rank, or "
+                "KvView::whole() where they are not");
   HELIX_EXPECTS(kv.kvp_rank >= 0 && kv.kvp_rank < kv.layout.kvp(), ErrorCode::invalid_argument, operation,
                 ": the KV view's kvp_rank is ", kv.kvp_rank, "; its layout has ", kv.layout.kvp(),
                 " KVP ranks");

@@ -174,11 +174,11 @@ struct KvView {
   std::int64_t num_slots = 0;  ///< Rows of the table or of the CSR list; 0: not known and not checked.
   /// [slots + 1] row starts of a CSR list (FlashInfer's indptr), device memory, or null.
   const std::int32_t* page_begins = nullptr;
-  KvLayout layout{1, 1};
-  std::int64_t kvp_rank = 0;
+  KvLayout layout = KvLayout::unset();  ///< Split of the sequences over KVP ranks; the caller's to give.
+  std::int64_t kvp_rank = -1;           ///< The shard that the pages hold; the caller's to give.
 
   /// A view of pool `pages` in a format made by KvFormat::head_major or KvFormat::latent. The caller fills in
-  /// the page table.
+  /// the page table, layout and kvp_rank.
   static KvView of_pool(void* pages, const KvFormat& format, std::int64_t num_pages) {
     auto* const bytes = static_cast<std::byte*>(pages);
     KvView view;
@@ -190,6 +190,14 @@ struct KvView {
     } else {
       view.v = bytes + detail::size_product(format.num_heads, format.k.head, format.element_bytes());
     }
+    return view;
+  }
+
+  /// This view, of sequences whose tokens are all on this rank.
+  KvView whole() const {
+    KvView view = *this;
+    view.layout = KvLayout(1, 1);
+    view.kvp_rank = 0;
     return view;
   }
 

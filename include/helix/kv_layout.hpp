@@ -41,6 +41,14 @@ class KvLayout {
                   "; kvp must be in [1, ", kMaxRanks, "], chunk in [1, ", kMaxTokens, "]");
   }
 
+  /// A layout that nobody has given: one rank owns all, but operations refuse a KV view with it.
+  static constexpr KvLayout unset() {
+    KvLayout layout(1, 1);
+    layout.chunk_ = -1;
+    return layout;
+  }
+  constexpr bool is_set() const { return chunk_ > 0; }
+
   HELIX_HOST_DEVICE constexpr std::int64_t kvp() const { return kvp_; }
   HELIX_HOST_DEVICE constexpr std::int64_t chunk() const { return chunk_; }
   /// Tokens after which ownership repeats: chunk * KVP.

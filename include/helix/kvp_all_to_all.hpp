@@ -8,6 +8,7 @@
 
 #include <helix/backend/communicator.hpp>
 #include <helix/backend/exchange.hpp>
+#include <helix/backend/optional.hpp>
 #include <helix/error.hpp>
 #include <helix/exchange_layout.hpp>
 #include <helix/window_exchange.hpp>
@@ -24,6 +25,9 @@ namespace helix {
 /// outgoing() and exchange_and_combine() pack and send nothing, the transfer overlaps attention, and a step
 /// is one slice. A step of few bytes may then travel as lines (LineRows), each of which carries the number of
 /// its exchange and needs no header. exchange() packs and sends in either case.
+///
+/// Never calls abort(): after an error of one rank alone, thrown or sticky on its stream, its caller calls
+/// abort() of the KVP group, else the others wait until the group's timeout.
 template <ExchangeBackend B>
 class KvpAllToAll {
  public:
@@ -161,6 +165,8 @@ class KvpAllToAll {
     if constexpr (requires { backend_->combine_exchange(check, combine, stream); }) {
       backend_->combine_exchange(check, combine, stream);
     } else {
+      HELIX_EXPECT_NO_MEMBER(B, combine_exchange,
+                             (const CheckExchangeArgs&, const LseCombineArgs<Activation>&, Stream));
       backend_->check_exchange(check, stream);
       backend_->lse_combine(combine, stream);
     }

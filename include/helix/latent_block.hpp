@@ -10,6 +10,7 @@
 #include <helix/attend.hpp>
 #include <helix/attention_buffers.hpp>
 #include <helix/backend/layer.hpp>
+#include <helix/backend/optional.hpp>
 #include <helix/integers.hpp>
 #include <helix/layer_config.hpp>
 #include <helix/layer_weights.hpp>
@@ -245,7 +246,11 @@ void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B
   prepare_latents(backend, shape, args, weights, stream);
   for_each_part(shape, args, weights, [&](const Batch& part, bool is_expanded) {
     if (!is_expanded) return attend_absorbed(backend, shape, args, weights, part, stream);
-    if constexpr (LatentReader<B>) attend_expanded(backend, shape, args, weights, part, stream);
+    if constexpr (LatentReader<B>) {
+      attend_expanded(backend, shape, args, weights, part, stream);
+    } else {
+      HELIX_EXPECT_NO_MEMBER(B, read_latents, (const ReadLatentsArgs<Activation>&, Stream));
+    }
   });
   const TensorView<const T, 2> attended(args.buffers.values.data(),
                                         {args.in.extent(0), shape.combined_heads * shape.mla->v_head_dim});

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include <helix/backend/layer.hpp>
+#include <helix/backend/optional.hpp>
 #include <helix/error.hpp>
 #include <helix/limits.hpp>
 
@@ -79,6 +80,7 @@ void prepare_latent(B& backend, const PrepareLatentArgs<typename B::Activation>&
   if constexpr (requires { backend.prepare_latent(args, stream); }) {
     backend.prepare_latent(args, stream);
   } else {
+    HELIX_EXPECT_NO_MEMBER(B, prepare_latent, (const PrepareLatentArgs<Activation>&, Stream));
     detail::prepare_latent_in_turn(backend, args, stream);
   }
 }

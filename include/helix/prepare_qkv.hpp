@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include <helix/backend/layer.hpp>
+#include <helix/backend/optional.hpp>
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 #include <helix/limits.hpp>
@@ -16,6 +17,8 @@ namespace detail {
 
 template <class T>
 void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
+  HELIX_EXPECTS(!args.kv.format.is_latent, ErrorCode::invalid_argument,
+                "prepare_qkv: the cache holds latents; prepare_latent() is for those");
   check_append_kv(AppendKvArgs<T>{.k = args.k, .v = args.v, .batch = args.batch, .kv = args.kv});
   const std::int64_t tokens = args.batch.num_tokens();
   const std::int64_t dim = args.kv.format.head_dim;
@@ -85,7 +88,7 @@ void check_project_qkv(const ProjectQkvArgs<T>& args) {
                 linear.out.stride(1), "; both must be 1");
   check_columns("q", args.prepare.q, linear.out);
   check_columns("k", args.prepare.k, linear.out);
-  if (!args.prepare.kv.format.is_latent) check_columns("v", args.prepare.v, linear.out);
+  check_columns("v", args.prepare.v, linear.out);
 }
 
 }  // namespace detail
@@ -103,6 +106,7 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
   if constexpr (requires { backend.prepare_qkv(args, stream); }) {
     backend.prepare_qkv(args, stream);
   } else {
+    HELIX_EXPECT_NO_MEMBER(B, prepare_qkv, (const PrepareQkvArgs<Activation>&, Stream));
     if (!args.q_norm.empty())
       backend.head_rms_norm(HeadRmsNormArgs<T>{.x = args.q, .weight = args.q_norm, .epsilon = args.epsilon},
                             stream);
@@ -132,6 +136,7 @@ void project_qkv(B& backend, const ProjectQkvArgs<typename B::Activation>& args,
   if constexpr (requires { backend.project_qkv(args, stream); }) {
     backend.project_qkv(args, stream);
   } else {
+    HELIX_EXPECT_NO_MEMBER(B, project_qkv, (const ProjectQkvArgs<Activation>&, Stream));
     backend.linear(args.linear, stream);
     helix::prepare_qkv(backend, args.prepare, stream);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <helix/backend/layer.hpp>
+#include <helix/backend/optional.hpp>
 #include <helix/error.hpp>
 
 namespace helix {
@@ -40,7 +41,8 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 /// Ends a block: sums the summands over the stage, adds the sum to the residual, and norms the residual for
 /// what follows. A backend that does all three at once has reduce_norm(args, stream); with any other it is
 /// all_reduce and rms_norm. Collective over the stage with equal shapes; all ranks get the same bits
-/// (invariant 12). Queued on `stream`, allocates nothing, capturable.
+/// (invariant 12). Queued on `stream`, allocates nothing, capturable. After an error of one rank alone its
+/// caller calls abort() of the stage, else the others wait until its timeout.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address or the backend's stage
 /// communicator is missing, the weight is not [1, M] of f32, f16 or bf16, the last stride of out is not 1, or
 /// epsilon is below 0 or not finite.
@@ -67,9 +69,11 @@ void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
     detail::check_epsilon("reduce_norm", "epsilon", args.epsilon);
     detail::check_given("reduce_norm", "out", args.out.data(), args.out.size());
   }
+  if (args.summand.size() == 0) return;
   if constexpr (requires { backend.reduce_norm(args, stream); }) {
     backend.reduce_norm(args, stream);
   } else {
+    HELIX_EXPECT_NO_MEMBER(B, reduce_norm, (const ReduceNormArgs<Activation>&, Stream));
     detail::reduce_then_norm(backend, args, stream);
   }
 }

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/backend/optional.hpp>
 #include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
@@ -332,6 +333,7 @@ class VocabularyHead {
     if constexpr (requires { backend_->choose_greedy(args, stream); }) {
       return backend_->choose_greedy(args, stream);
     } else {
+      HELIX_EXPECT_NO_MEMBER(B, choose_greedy, (const ChooseGreedyArgs<Activation>&, Stream));
       return false;
     }
   }

@@ -207,10 +207,10 @@ class PartialAttention {
       const std::int64_t begin = offsets[static_cast<std::size_t>(sequence)];
       const std::int64_t end = offsets[static_cast<std::size_t>(sequence) + 1];
       if (end > begin + 1) return 0;
-      if (end > begin) rows += std::max<std::int64_t>(0, visible(begin).size());
+      if (end > begin) rows = saturating_sum(rows, std::max<std::int64_t>(0, visible(begin).size()));
     }
     const std::int64_t width = format.head_dim + (format.is_latent ? 0 : format.value_dim);
-    return rows * heads_ * width * format.element_bytes();
+    return saturating_product(rows, heads_, width, format.element_bytes());
   }
 
   /// Divides the collected units into tasks. A task takes as many heads as the variant says, as long as that

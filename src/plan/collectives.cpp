@@ -4,6 +4,7 @@
 #include <bit>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 #include <helix/plan/collectives.hpp>
 
 namespace helix::plan {
@@ -154,9 +155,10 @@ std::string_view to_string(CollectiveAlgorithm algorithm) {
 }
 
 CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group, Bytes size) {
-  HELIX_EXPECTS(group.ranks >= 1 && group.stride >= 1, ErrorCode::invalid_argument,
-                "collective_time: the group has ", group.ranks, " ranks, ", group.stride,
-                " apart; both must be at least 1");
+  HELIX_EXPECTS(
+      group.ranks >= 1 && group.ranks <= kMaxRanks && group.stride >= 1 && group.stride <= kMaxRanks,
+      ErrorCode::invalid_argument, "collective_time: the group has ", group.ranks, " ranks, ", group.stride,
+      " apart; both must be in [1, ", kMaxRanks, "]");
   HELIX_EXPECTS(size >= Bytes{}, ErrorCode::invalid_argument, "collective_time: the size is ", in_bytes(size),
                 " bytes; it must be 0 or more");
   if (group.ranks == 1 || size == Bytes{}) return {};

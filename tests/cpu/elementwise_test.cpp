@@ -301,7 +301,7 @@ TEST_CASE("append_kv divides by the head's scale, rounds and saturates for fp8")
   const std::int64_t position = 0;
   const std::int32_t zero = 0;
   std::vector<fp8_e4m3> pages(8);
-  KvView kv = KvView::of_pool(pages.data(), KvFormat::head_major(DType::fp8_e4m3, 2, 2, 2, 1), 1);
+  KvView kv = KvView::of_pool(pages.data(), KvFormat::head_major(DType::fp8_e4m3, 2, 2, 2, 1), 1).whole();
   kv.max_pages = 1;
   kv.k_scale = k_scale.data();
   kv.v_scale = v_scale.data();
@@ -323,7 +323,7 @@ TEST_CASE("append_kv and gather_rows refuse what would read past their inputs") 
   const std::vector<std::int64_t> positions{0, 1, 2, 3};
   const std::int32_t zero = 0;
   std::vector<float> pages(8);
-  KvView kv = KvView::of_pool(pages.data(), KvFormat::head_major(DType::f32, 1, 1, 1, 4), 1);
+  KvView kv = KvView::of_pool(pages.data(), KvFormat::head_major(DType::f32, 1, 1, 1, 4), 1).whole();
   kv.max_pages = 1;
   kv.page_table = &zero;
   const auto append = [&](const Operators& ops, auto stream) {

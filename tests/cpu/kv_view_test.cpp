@@ -43,6 +43,7 @@ struct Readable {
                               .block_size = 2,
                               .num_kv_heads = 2,
                               .head_size = 8});
+    kv = kv.whole();
     kv.page_table = pages;
     kv.max_pages = 4;
   }
@@ -109,7 +110,9 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
                      r.kv.v = r.pool.data() + 1;
                    }},
                   {"kvp_rank is 1", [](Readable& r) { r.kv.kvp_rank = 1; }},
-                  {"kvp_rank is -1", [](Readable& r) { r.kv.kvp_rank = -1; }},
+                  {"kvp_rank is -2", [](Readable& r) { r.kv.kvp_rank = -2; }},
+                  {"has no kvp_rank", [](Readable& r) { r.kv.kvp_rank = KvView().kvp_rank; }},
+                  {"has no layout", [](Readable& r) { r.kv.layout = KvView().layout; }},
                   {"has scales", [](Readable& r) { r.kv.k_scale = r.scales; }},
                   {"dtype is bf16",
                    [](Readable& r) {
@@ -618,7 +621,7 @@ TEST_CASE("latents are refused whose rows or view do not fit") {
   const auto stream = operators.create_stream();
   using ReadLatents = ReadLatentsArgs<float>;
   const KvFormat latent = KvFormat::latent(DType::f32, 8, 6, readable.kv.format.page_tokens);
-  KvView latents = KvView::of_pool(readable.kv.k, latent, 1);
+  KvView latents = KvView::of_pool(readable.kv.k, latent, 1).whole();
   latents.page_table = readable.kv.page_table;
   latents.max_pages = 1;
   check_mistakes<ReadLatents>(
@@ -647,8 +650,7 @@ TEST_CASE("latents are refused whose rows or view do not fit") {
 TEST_CASE("makers of views pass on what was forgotten, for the operation to name") {
   const auto view = [](KvView (*make)()) {
     return [make](Readable& r) {
-      const KvView kv = make();
-      r.kv = kv;
+      r.kv = make().whole();
       r.kv.page_table = r.pages;
       r.kv.max_pages = 4;
     };

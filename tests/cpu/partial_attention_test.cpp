@@ -229,7 +229,8 @@ TEST_CASE("partial attention of more sequences than one pass holds") {
     args.q = {q.data(), {count, 1, 16}};
     args.batch = {offsets, offsets.data(), positions.data(), slots.data()};
     args.kv =
-        helix::KvView::of_pool(pages.data(), helix::KvFormat::head_major(DType::f32, 1, 16, 16, length), 1);
+        helix::KvView::of_pool(pages.data(), helix::KvFormat::head_major(DType::f32, 1, 16, 16, length), 1)
+            .whole();
     args.kv.max_pages = 1;
     args.kv.page_table = table.data();
     args.target.out = {out.data(), {count, 1, 16}};

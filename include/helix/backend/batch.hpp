@@ -51,8 +51,11 @@ struct Batch {
     if (query_offsets_host.empty()) return *this;
     const auto first = static_cast<std::size_t>(begin);
     const auto number = static_cast<std::size_t>(count);
-    return {query_offsets_host.subspan(first, number + 1), query_offsets + begin, positions,
-            sequence_slots + begin,
+    const auto from_begin = [&](const std::int32_t* of_batch) {  // a batch without tokens may have none
+      return of_batch == nullptr ? nullptr : of_batch + begin;
+    };
+    return {query_offsets_host.subspan(first, number + 1), from_begin(query_offsets), positions,
+            from_begin(sequence_slots),
             lengths_host.empty() ? lengths_host : lengths_host.subspan(first, number)};
   }
 };

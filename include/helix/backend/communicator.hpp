@@ -12,10 +12,22 @@
 
 namespace helix {
 
-/// One rank's end of a group. Collectives are asynchronous: each is queued on a stream of the backend, and
-/// every rank of the group calls them in the same order with the same sizes. A failure is sticky on the
-/// stream and aborts the group. abort() wakes every rank with Error(peer_failed) that names the caller of
-/// abort(). It may be called after any failure and does not throw.
+namespace detail {
+
+/// A count in concepts. Converts to integers of 64 bits only: a communicator that counts in fewer would cut
+/// large messages short.
+struct LongCount {
+  template <std::integral I>
+  requires(sizeof(I) == 8) operator I() const;
+};
+
+}  // namespace detail
+
+/// One rank's end of a group. Counts are integers of 64 bits. Collectives are asynchronous: each is queued on
+/// a stream of the backend, and every rank of the group calls them in the same order with the same sizes. A
+/// failure is sticky on the stream and aborts the group. abort() wakes every rank with Error(peer_failed)
+/// that names the caller of abort(). It may be called after any failure and does not throw. decode_layer,
+/// backends and engines call it; the exchange alone does not.
 template <class C>
 concept GroupComm = requires(C& comm, const C& const_comm, std::string_view reason) {
   { const_comm.rank() } -> std::convertible_to<int>;
@@ -28,7 +40,7 @@ concept GroupComm = requires(C& comm, const C& const_comm, std::string_view reas
 /// bytes] to `out` [size, n bytes].
 template <class C, class Stream>
 concept ExchangeComm = GroupComm<C> &&
-    requires(C& comm, const void* in, void* out, std::int64_t n, Stream stream) {
+    requires(C& comm, const void* in, void* out, detail::LongCount n, Stream stream) {
   comm.all_to_all(in, out, n, stream);
 };
 
@@ -37,7 +49,7 @@ concept ExchangeComm = GroupComm<C> &&
 /// type.
 template <class C, class Stream>
 concept ReduceComm = GroupComm<C> &&
-    requires(C& comm, const void* in, void* out, std::int64_t n, DType dtype, Stream stream) {
+    requires(C& comm, const void* in, void* out, detail::LongCount n, DType dtype, Stream stream) {
   comm.all_reduce(in, out, n, dtype, stream);
 };
 
@@ -45,7 +57,7 @@ concept ReduceComm = GroupComm<C> &&
 /// bytes, to `out` [size, n bytes].
 template <class C, class Stream>
 concept GatherComm = GroupComm<C> &&
-    requires(C& comm, const void* in, void* out, std::int64_t n, Stream stream) {
+    requires(C& comm, const void* in, void* out, detail::LongCount n, Stream stream) {
   comm.all_gather(in, out, n, stream);
 };
 
@@ -113,9 +125,9 @@ void check_stage_size(std::string_view operation, const Comm& stage, int size) {
 }  // namespace detail
 
 /// Allocates `bytes` bytes of device memory on each rank of `comm`, which the other ranks may write; zeroed,
-/// aligned to 256 bytes. Collective. A communicator that shares memory between ranks has
-/// allocate_window(bytes). For any other the memory is plain memory of the backend, and the ranks exchange
-/// nothing.
+/// aligned to 256 bytes. Collective. A communicator that has messages delivered to memory of its own offers
+/// allocate_window(bytes), with one argument. For any other, WindowComm included, the memory is plain memory
+/// of the backend, and the ranks exchange nothing.
 template <class B, class Comm>
 auto allocate_window(B& backend, [[maybe_unused]] Comm& comm, std::size_t bytes) {
   if constexpr (requires { comm.allocate_window(bytes); }) {

@@ -155,14 +155,34 @@ class Backend : public Operators {
   /// The communicators of this rank, borrowed.
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
 
-  /// A stream whose first failure aborts the stage's groups, so that no other rank waits for this one.
+  /// A stream whose first failure aborts the stage's groups at once, so that no other rank waits for this
+  /// one. With streams made elsewhere that happens in synchronize() and download().
   Stream create_stream() const {
     Stream stream;
     stream.on_failure([comms = comms_](std::exception_ptr failure) { comms->abort(failure); });
     return stream;
   }
 
+  /// Waits for the stream. A failure aborts the stage's groups.
+  void synchronize(Stream stream) const {
+    wait_for([&] { Operators::synchronize(stream); });
+  }
+  /// Waits for the stream and copies to `target`. A failure aborts the stage's groups.
+  void download(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    wait_for([&] { Operators::download(target, source, bytes, stream); });
+  }
+
  private:
+  template <class Wait>
+  void wait_for(const Wait& wait) const {
+    try {
+      wait();
+    } catch (...) {
+      comms_->abort(std::current_exception());
+      throw;
+    }
+  }
+
   struct Comms {
     Comm stage;
     Comm kvp;

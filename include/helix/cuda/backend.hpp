@@ -149,10 +149,10 @@ class HELIX_API Operators {
   /// @throws what synchronize() throws; Error(invalid_argument) if fewer than `bytes` were queued.
   void take_download(void* target, std::size_t bytes) const;
 
-  /// Workspace bytes of partial_attention(): an upper bound over any positions.
+  /// Workspace bytes of partial_attention(): enough for up to so many tokens, at any positions.
   std::size_t partial_attention_workspace_bytes(std::int64_t num_tokens, std::int64_t num_query_heads,
                                                 std::int64_t head_dim, std::int64_t value_dim) const;
-  /// Workspace bytes of expert_ffn(): an upper bound over any choice of experts.
+  /// Workspace bytes of expert_ffn(): enough for up to so many tokens, whichever experts they choose.
   std::size_t expert_ffn_workspace_bytes(std::int64_t num_tokens, std::int64_t top_k, std::int64_t hidden,
                                          std::int64_t expert_ffn) const;
 
@@ -244,17 +244,19 @@ class Backend : public Operators<T> {
     Operators<T>::project_qkv(args, stream);
   }
 
-  /// Runs helix::reduce_norm(), in one kernel if the stage has windows. Sums of up to 256 KiB of rows a rank
-  /// (between up to six ranks; with more ranks, of less) go in one shot, and their messages carry neither
-  /// sizes nor type. Ranks that give different sizes then end in Error(timeout); equal bytes of another type
-  /// give wrong sums.
-  void reduce_norm(const ReduceNormArgs<T>& args, Stream stream) requires HasPeerChannel<Comm> {
-    Comm& stage = comms_->stage;
-    if (stage.size() > 1 && stage.has_windows() &&
-        stage.queue_kernel("reduce_norm", stream, [&](const PeerChannel& channel) {
-          return Operators<T>::reduce_norm(channel, args, stream);
-        }))
-      return;
+  /// Runs helix::reduce_norm(), in one kernel if the stage has windows, else in two operations. Sums of up to
+  /// 256 KiB of rows a rank (between up to six ranks; with more ranks, of less) go in one shot, and their
+  /// messages carry neither sizes nor type. Ranks that give different sizes then end in Error(timeout); equal
+  /// bytes of another type give wrong sums.
+  void reduce_norm(const ReduceNormArgs<T>& args, Stream stream) {
+    if constexpr (HasPeerChannel<Comm>) {
+      Comm& stage = comms_->stage;
+      if (stage.size() > 1 && stage.has_windows() &&
+          stage.queue_kernel("reduce_norm", stream, [&](const PeerChannel& channel) {
+            return Operators<T>::reduce_norm(channel, args, stream);
+          }))
+        return;
+    }
     detail::reduce_then_norm(*this, args, stream);
   }
 
