@@ -17,6 +17,7 @@
 
 #include "comm/address.hpp"
 #include "comm/bootstrap_messages.hpp"
+#include "comm/open_files.hpp"
 #include "comm/rank_names.hpp"
 #include "comm/rendezvous.hpp"
 
@@ -24,7 +25,9 @@ namespace helix::comm {
 namespace {
 
 constexpr milliseconds kVisit{5000};         // from the connection to the complete Hello
-constexpr std::size_t kSpareVisitors = 256;  // in addition to the job's own connections
+constexpr std::size_t kSpareVisitors = 256;  // most in addition to the job's own connections
+constexpr std::size_t kFewestVisitors = 4;   // that this process must have descriptors for, in addition
+constexpr std::size_t kOtherFiles = 4;       // listeners, and what other threads open meanwhile
 
 /// A connection that has not yet said which rank it is.
 struct Visitor {
@@ -44,6 +47,17 @@ bool send_now(const Socket& socket, const Message& message) {
          static_cast<ssize_t>(sizeof(message));
 }
 
+struct Objection {
+  ErrorCode code;
+  std::string text;
+
+  Verdict verdict() const {
+    Verdict verdict{.error_code = static_cast<std::int32_t>(code)};
+    set_text(verdict.text, text);
+    return verdict;
+  }
+};
+
 class Reception {
  public:
   explicit Reception(const BootstrapOptions& options)
@@ -54,41 +68,66 @@ class Reception {
         processes_(static_cast<std::size_t>(options.size)) {
     connections_.control.resize(processes_.size());
     connections_.watch.resize(processes_.size());
-    listeners_ = listen_for_ranks(options, deadline_);
+    const OpenFiles files = open_files();
+    const std::size_t num_connections = 2 * (processes_.size() - 1);
+    const std::size_t num_needed = num_connections + kFewestVisitors + kOtherFiles;
+    if (files.left() < num_needed) {
+      object(ErrorCode::io,
+             message({"bootstrap: rank 0 of ", options.size, " needs ", num_needed, " open files (",
+                      num_connections, " connections to the other ranks, and some more), but has ",
+                      files.left(), " left of its limit of ", files.limit,
+                      "; raise the limit on rank 0's machine (ulimit -n) to ",
+                      files.limit + num_needed - files.left(), " or more"}));
+    }
+    num_places_ =
+        std::min(num_connections + kSpareVisitors, files.left() - std::min(files.left(), kOtherFiles));
+    try {
+      listeners_ = listen_for_ranks(options, deadline_);
+    } catch (const Error&) {
+      if (!objection_) throw;
+      throw Error(objection_->code, objection_->text);
+    }
   }
 
   Connections run() {
     while (heard_.size() < 2 * static_cast<std::size_t>(expected_ - 1) && Clock::now() < deadline_) wait();
     listeners_.clear();
     visitors_.clear();
-    const Verdict verdict = final_verdict();
-    const auto tell = [&](const Socket& socket) {
+    if (!objection_) objection_ = absence();
+    const Verdict verdict = objection_ ? objection_->verdict() : Verdict{};
+    for (const Socket& socket : connections_.control) {
       if (socket.is_open())
         (void)send_all(socket.fd(), &verdict, sizeof(verdict),
                        deadline_after(verdict_grace(options_.timeout)), kKeepWaiting);
-    };
-    for (const Socket& socket : connections_.control) tell(socket);
-    for (const Socket& socket : refused_) tell(socket);
-    if (verdict.error_code >= 0) throw Error(static_cast<ErrorCode>(verdict.error_code), verdict.text.data());
+    }
+    if (objection_) throw Error(objection_->code, objection_->text);
     return std::move(connections_);
   }
 
  private:
-  struct Objection {
-    ErrorCode code;
-    std::string text;
+  /// Where a connection of a rank is kept.
+  struct Place {
+    std::vector<Socket>* channel;
+    std::size_t rank;
   };
 
   /// Sleeps until a connection arrives, sends or closes, then handles it.
   void wait() {
+    // Open sockets only: poll() refuses more entries than the process may have open files.
     entries_.clear();
+    places_.clear();
     const auto listen_to = [&](const Socket& socket) {
-      entries_.push_back({.fd = socket.fd(), .events = POLLIN, .revents = 0});  // -1 is skipped
+      entries_.push_back({.fd = socket.fd(), .events = POLLIN, .revents = 0});
     };
     for (const Socket& listener : listeners_) listen_to(listener);
     for (const Visitor& visitor : visitors_) listen_to(visitor.socket);
-    for (const Socket& socket : connections_.control) listen_to(socket);
-    for (const Socket& socket : connections_.watch) listen_to(socket);
+    for (std::vector<Socket>* channel : {&connections_.control, &connections_.watch}) {
+      for (std::size_t rank = 0; rank < channel->size(); ++rank) {
+        if (!(*channel)[rank].is_open()) continue;
+        listen_to((*channel)[rank]);
+        places_.push_back({channel, rank});
+      }
+    }
     Clock::time_point until = deadline_;
     if (!visitors_.empty()) until = std::min(until, visitors_.front().leave_by);  // the oldest
     const auto left = std::chrono::ceil<milliseconds>(until - Clock::now()).count();
@@ -101,7 +140,7 @@ class Reception {
     const std::size_t first_visitor = listeners_.size();
     const std::size_t first_rank = first_visitor + visitors_.size();
     for (std::size_t i = first_rank; i < entries_.size(); ++i) {
-      if (entries_[i].revents != 0) notice_departure(i - first_rank);
+      if (entries_[i].revents != 0) notice_departure(places_[i - first_rank]);
     }
     for (std::size_t i = 0; i < visitors_.size(); ++i) {
       Visitor& visitor = visitors_[i];
@@ -119,21 +158,33 @@ class Reception {
     ++num_strangers_;
   }
 
-  /// Accepts waiting connections. If there is no room, drops the visitor that has been silent longest.
+  /// How many visitors there may be, beside the connections of ranks that have come. At least as many as
+  /// ranks are still to come, since a rank makes its second connection when it has the place of its first.
+  std::size_t room() const {
+    return std::max(num_places_ - std::min(num_places_, num_seated_), std::size_t{1});
+  }
+
+  /// Makes room: the visitor that came first speaks now or leaves.
+  void drop_oldest() {
+    hear(visitors_.front());
+    num_dropped_ += visitors_.front().socket.is_open() ? 1 : 0;
+    visitors_.pop_front();
+  }
+
+  /// Accepts waiting connections, no more at once than there may be visitors.
   void admit(const Socket& listener) {
-    const std::size_t most = kSpareVisitors + 2 * processes_.size();
-    for (std::size_t i = 0; i < most; ++i) {
+    for (std::size_t left = room(); left > 0; --left) {
       Socket socket(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (!socket.is_open()) {
-        const bool is_full = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-        if (!is_full) return;
-        if (visitors_.empty()) return std::this_thread::sleep_for(milliseconds(10));
+      const int error = socket.is_open() ? 0 : errno;
+      const bool is_full = error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+      why_not_accepted_ = is_full && visitors_.empty() ? error : 0;
+      if (why_not_accepted_ != 0) return std::this_thread::sleep_for(milliseconds(10));
+      if (is_full) {
+        drop_oldest();
+        continue;
       }
-      if (!socket.is_open() || visitors_.size() >= most) {
-        visitors_.pop_front();
-        ++num_strangers_;
-        if (!socket.is_open()) continue;
-      }
+      if (error != 0) return;
+      while (!visitors_.empty() && visitors_.size() >= room()) drop_oldest();
       send_without_delay(socket);
       Visitor visitor{.socket = std::move(socket),
                       .challenge = {.nonce = new_nonce()},
@@ -166,27 +217,29 @@ class Reception {
     seat(std::exchange(visitor.socket, Socket()), *hello);
   }
 
-  /// Gives a process of the job its place, or records for the verdict what is wrong with it.
+  /// Gives a process of the job its place. Once there is an objection, tells it that instead, and keeps no
+  /// connection, for which there may be no descriptor.
   void seat(Socket socket, const Hello& hello) {
-    std::optional<std::string> objection = contradiction(hello);
+    if (std::optional<std::string> text = contradiction(hello))
+      object(ErrorCode::invalid_argument, std::move(*text));
     expected_ =
         std::max(expected_, std::min(hello.size, static_cast<int>(kMaxRanks)));  // all should hear of it
     if (hello.rank >= 1 && hello.rank < expected_) heard_.insert({hello.rank, hello.channel});
-    if (!objection) {
-      const auto rank = static_cast<std::size_t>(hello.rank);
-      processes_[rank] = hello.process;
-      auto& places = hello.channel == Channel::watch ? connections_.watch : connections_.control;
-      places[rank] = std::move(socket);
+    if (objection_) {
+      if (hello.channel == Channel::control) (void)send_now(socket, objection_->verdict());
       return;
     }
-    object(ErrorCode::invalid_argument, std::move(*objection));
-    if (refused_.size() < kSpareVisitors + 2 * processes_.size()) refused_.push_back(std::move(socket));
+    const auto rank = static_cast<std::size_t>(hello.rank);
+    processes_[rank] = hello.process;
+    Socket& place = (hello.channel == Channel::watch ? connections_.watch : connections_.control)[rank];
+    num_seated_ += place.is_open() ? 0 : 1;
+    place = std::move(socket);
   }
 
   /// Records the first objection. Others on their way should hear it too, so waits for them briefly.
   void object(ErrorCode code, std::string text) {
-    if (wrong_) return;
-    wrong_ = Objection{code, std::move(text)};
+    if (objection_) return;
+    objection_ = Objection{code, std::move(text)};
     deadline_ = std::min(deadline_, deadline_after(verdict_grace(options_.timeout)));
   }
 
@@ -213,46 +266,45 @@ class Reception {
   }
 
   /// A rank with a place sends nothing before the verdict, so an event here means that it left or misbehaves.
-  void notice_departure(std::size_t place) {
-    const std::size_t rank = place % processes_.size();
-    auto& places = place < processes_.size() ? connections_.control : connections_.watch;
-    if (!places[rank].is_open()) return;  // replaced by a new connection just now
+  void notice_departure(const Place& place) {
+    Socket& socket = (*place.channel)[place.rank];
     char byte = 0;
-    const ssize_t received = ::recv(places[rank].fd(), &byte, 1, MSG_DONTWAIT | MSG_PEEK);
+    const ssize_t received = ::recv(socket.fd(), &byte, 1, MSG_DONTWAIT | MSG_PEEK);
     if (received < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return;
-    places[rank] = Socket();
-    std::ostringstream text;
-    text << "bootstrap: rank " << rank << " of " << options_.size
-         << (received > 0 ? " spoke out of turn" : " closed its connection") << " before all ranks had come";
-    object(ErrorCode::peer_failed, text.str());
+    socket = Socket();
+    --num_seated_;
+    object(ErrorCode::peer_failed, message({"bootstrap: rank ", place.rank, " of ", options_.size,
+                                            received > 0 ? " spoke out of turn" : " closed its connection",
+                                            " before all ranks had come"}));
   }
 
-  Verdict final_verdict() const {
-    Verdict verdict;
-    const auto say = [&](ErrorCode code, std::string_view text) {
-      verdict.error_code = static_cast<std::int32_t>(code);
-      set_text(verdict.text, text);
-    };
+  /// What to object to at the end if ranks are missing.
+  std::optional<Objection> absence() const {
     std::vector<int> missing;
     for (int rank = 1; rank < options_.size; ++rank) {
       const auto place = static_cast<std::size_t>(rank);
       if (!connections_.control[place].is_open() || !connections_.watch[place].is_open())
         missing.push_back(rank);
     }
-    if (wrong_) {
-      say(wrong_->code, wrong_->text);
-    } else if (!missing.empty()) {
-      std::ostringstream text;
-      text << "bootstrap: " << rank_names(missing) << " of " << options_.size
-           << " did not connect to rank 0 on port " << options_.port << " within "
-           << seconds(options_.timeout) << " s";
-      if (num_strangers_ > 0) {
-        text << "; " << num_strangers_ << " other connections were no ranks of this job, " << num_unproven_
-             << " of them ranks of another job or with another secret";
-      }
-      say(ErrorCode::timeout, text.str());
+    if (missing.empty()) return std::nullopt;
+    std::string text = message({"bootstrap: ", rank_names(missing), " of ", options_.size});
+    if (why_not_accepted_ != 0) {
+      text += message({" could not be admitted within ", seconds(options_.timeout),
+                       " s: connections wait on port ", options_.port,
+                       ", but rank 0 cannot accept them: ", words_of(why_not_accepted_),
+                       " (its limit of open files, ulimit -n, is ", open_files().limit, ")"});
+      return Objection{ErrorCode::io, std::move(text)};
     }
-    return verdict;
+    text += message(
+        {" did not connect to rank 0 on port ", options_.port, " within ", seconds(options_.timeout), " s"});
+    if (num_strangers_ > 0) {
+      text += message({"; ", num_strangers_, " other connections were no ranks of this job, ", num_unproven_,
+                       " of them ranks of another job or with another secret"});
+    }
+    if (num_dropped_ > 0)
+      text +=
+          message({"; ", num_dropped_, " connections were closed unheard, because newer ones had no room"});
+    return Objection{ErrorCode::timeout, std::move(text)};
   }
 
   const BootstrapOptions& options_;
@@ -264,11 +316,15 @@ class Reception {
   std::set<std::pair<int, Channel>> heard_;
   std::vector<std::optional<Nonce>> processes_;  // by rank
   Connections connections_;
-  std::vector<Socket> refused_;  // get the verdict at the end, like all ranks
-  std::optional<Objection> wrong_;
+  std::size_t num_places_ = 0;  // for visitors and ranks together
+  std::size_t num_seated_ = 0;  // connections of ranks
+  std::optional<Objection> objection_;
   std::size_t num_strangers_ = 0;
   std::size_t num_unproven_ = 0;
+  std::size_t num_dropped_ = 0;
+  int why_not_accepted_ = 0;     // the errno for which connections wait; 0: none do
   std::vector<pollfd> entries_;  // listeners, visitors, ranks
+  std::vector<Place> places_;    // of the entries of ranks
 };
 
 }  // namespace

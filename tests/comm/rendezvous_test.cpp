@@ -19,6 +19,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -68,6 +69,32 @@ namespace {
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// Lowers the limit of this process's open files for a while.
+class FewOpenFiles {
+ public:
+  explicit FewOpenFiles(rlim_t limit) {
+    expect(::getrlimit(RLIMIT_NOFILE, &before_) == 0, "getrlimit");
+    const rlimit few{.rlim_cur = limit, .rlim_max = before_.rlim_max};
+    expect(::setrlimit(RLIMIT_NOFILE, &few) == 0, "setrlimit");
+  }
+  FewOpenFiles(const FewOpenFiles&) = delete;
+  FewOpenFiles& operator=(const FewOpenFiles&) = delete;
+  ~FewOpenFiles() { (void)::setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+/// What becomes of a process with these options that only meets the others.
+Outcome outcome_of(const BootstrapOptions& options) {
+  try {
+    Bootstrap bootstrap(options);
+  } catch (const Error& error) {
+    return {error.code(), error.what()};
+  }
+  return {};
 }
 
 /// A rank 0 that accepts the two connections of one rank and then stays silent.
@@ -220,6 +247,94 @@ TEST_CASE("a timeout counts the strangers beside the ranks that are missing") {
   CHECK_THAT(outcomes[0].message, Contains("ranks 1, 2 of 3 did not connect") &&
                                       Contains("1 other connections were no ranks of this job, 1 of them") &&
                                       Contains("secret"));
+}
+
+TEST_CASE("silent strangers leave the ranks the open files that these need") {
+  const int port = free_port();
+  const auto start = std::chrono::steady_clock::now();
+  const pid_t rank_0 = ::fork();
+  if (rank_0 == 0) {
+    try {
+      const FewOpenFiles few(64);
+      Bootstrap bootstrap({.rank = 0, .size = 12, .port = port, .timeout = 20s});
+      bootstrap.barrier();
+      ::_exit(0);
+    } catch (const Error& error) {
+      (void)!::write(STDERR_FILENO, error.what(), std::string_view(error.what()).size());
+      ::_exit(1);
+    }
+  }
+  std::atomic<int> num_connected = 0;
+  const auto come_silently = [&](std::vector<Stranger>& crowd) {
+    for (int i = 0; i < 80; ++i) {
+      crowd.emplace_back(port, "", num_connected == 0 ? 10s : 0s);
+      num_connected += crowd.back().is_connected();
+    }
+  };
+  std::vector<Stranger> first;
+  come_silently(first);
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      12,
+      [&](const BootstrapOptions& options) {
+        if (options.rank == 0) return;  // the other process
+        std::vector<Stranger> second;
+        if (options.rank == 11) {
+          std::this_thread::sleep_for(200ms);  // the others have come
+          come_silently(second);
+        }
+        Bootstrap bootstrap(options);
+        bootstrap.barrier();
+      },
+      20s, port);
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+  int status = 0;
+  CHECK((::waitpid(rank_0, &status, 0) == rank_0 && status == 0));
+  CHECK(num_connected == 160);
+  CHECK(seconds_since(start) < 4.0);  // less than the time after which silent strangers must leave
+}
+
+TEST_CASE("a job whose ranks need more open files than rank 0 may have ends soon, with the numbers") {
+  const auto start = std::chrono::steady_clock::now();
+  const auto check_numbers = [](const Outcome& outcome, const std::string& limit) {
+    CHECK(outcome.code == ErrorCode::io);
+    CHECK_THAT(outcome.message, Contains("rank 0 of 100 needs 206 open files (198 connections") &&
+                                    Contains(" left of its limit of " + limit + ";") &&
+                                    Contains("ulimit -n"));
+  };
+  {
+    const FewOpenFiles few(64);
+    const std::vector<Outcome> outcomes = run_bootstrap_job(3, [](BootstrapOptions options) {
+      options.size = 100;
+      Bootstrap bootstrap(options);
+    });
+    for (const Outcome& outcome : outcomes) check_numbers(outcome, "64");
+  }
+  CHECK(seconds_since(start) < 4.0);
+  const int port = free_port();
+  const FewOpenFiles none(1);  // not even one to listen with
+  check_numbers(outcome_of({.rank = 0, .size = 100, .port = port}), "1");
+}
+
+TEST_CASE("connections that rank 0 cannot accept are not said to be missing") {
+  const int port = free_port();
+  Outcome outcome;
+  std::thread rank_0([&] { outcome = outcome_of({.rank = 0, .size = 2, .port = port, .timeout = 1s}); });
+  CHECK(Stranger(port, "").is_connected());  // it listens now
+  const helix::comm::Socket late(::socket(AF_INET, SOCK_STREAM, 0));
+  {
+    const FewOpenFiles none(1);
+    sockaddr_in target{};
+    target.sin_family = AF_INET;
+    target.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    target.sin_port = htons(static_cast<std::uint16_t>(port));
+    CHECK(::connect(late.fd(), reinterpret_cast<const sockaddr*>(&target), sizeof(target)) == 0);
+    rank_0.join();
+  }
+  CHECK(outcome.code == ErrorCode::io);
+  CHECK_THAT(outcome.message,
+             Contains("rank 1 of 2 could not be admitted within 1 s: connections wait on port " +
+                      std::to_string(port)) &&
+                 Contains("Too many open files"));
 }
 
 TEST_CASE("a rank that leaves before all have come ends the rendezvous soon, and is named") {

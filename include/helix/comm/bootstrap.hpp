@@ -78,15 +78,18 @@ struct HELIX_API BootstrapOptions {
 ///
 /// If a process or its machine was stopped, its times count anew when it goes on. Rank 0 sees the failures of
 /// the others and tells all; the others see rank 0's. At the rendezvous strangers are heard alongside the
-/// ranks, for 5 s each at most, and ignored; after it nobody listens. Traffic is not encrypted: for trusted
-/// networks. All machines must have the same byte order. Copies are the same end.
+/// ranks and ignored. Each leaves after 5 s, or when there are so many that rank 0 has no room for a newer
+/// connection: it hears up to 256 besides the job's own, fewer where its limit of open files is near. A rank
+/// that is sent away with them connects again. After the rendezvous nobody listens. Traffic is not encrypted:
+/// for trusted networks. All machines must have the same byte order. Copies are the same end.
 class HELIX_API Bootstrap {
  public:
   /// Connects all ranks. Collective; rank 0 serves, the others connect until the deadline.
   /// @throws Error(invalid_argument) if rank, size (at most kMaxRanks), port or times are out of range;
   /// Error(timeout) naming the missing ranks; Error(invalid_argument) on all ranks if sizes, ranks or
   /// configurations contradict each other, and on this rank if rank 0 is of another job; Error(peer_failed)
-  /// naming a rank that leaves again; Error(io) if rank 0 cannot listen.
+  /// naming a rank that leaves again; Error(io) if rank 0 cannot listen or accept, or, on all ranks that come
+  /// soon, if its limit of open files (ulimit -n) leaves fewer than two for each other rank and eight more.
   explicit Bootstrap(const BootstrapOptions& options);
   // With copies declared there are no moves, which would leave a handle to nothing.
   Bootstrap(const Bootstrap&) = default;
