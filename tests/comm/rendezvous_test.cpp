@@ -29,6 +29,7 @@
 
 #include "comm/bootstrap_job.hpp"
 #include "comm/bootstrap_messages.hpp"
+#include "comm/rank_names.hpp"
 #include "comm/socket.hpp"
 #include "comm/strangers.hpp"
 #include "support/catch.hpp"
@@ -335,6 +336,26 @@ TEST_CASE("connections that rank 0 cannot accept are not said to be missing") {
              Contains("rank 1 of 2 could not be admitted within 1 s: connections wait on port " +
                       std::to_string(port)) &&
                  Contains("Too many open files"));
+}
+
+TEST_CASE("a message names up to 16 ranks, and what follows them stays") {
+  std::vector<int> ranks;
+  std::string names;
+  for (int rank = 1; rank <= 16; ++rank) {
+    ranks.push_back(rank);
+    names += (rank > 1 ? ", " : "") + std::to_string(rank);
+  }
+  CHECK(helix::comm::rank_names(std::array{2}) == "rank 2");
+  CHECK(helix::comm::rank_names(ranks) == "ranks " + names);
+  ranks.push_back(99);
+  CHECK(helix::comm::rank_names(ranks) == "ranks " + names + " and 1 more");
+
+  const int port = free_port();
+  const Outcome outcome = outcome_of({.rank = 0, .size = 200, .port = port, .timeout = 200ms});
+  CHECK(outcome.code == ErrorCode::timeout);
+  CHECK(outcome.message == "bootstrap: ranks " + names +
+                               " and 183 more of 200 did not connect to rank 0 on port " +
+                               std::to_string(port) + " within 0.2 s");
 }
 
 TEST_CASE("a rank that leaves before all have come ends the rendezvous soon, and is named") {
