@@ -177,7 +177,10 @@ Socket connect_to_rank_0(const BootstrapOptions& options, Clock::time_point dead
     if (status != 0) reason = ::gai_strerror(status);
     for (const addrinfo* entry = found.list; entry != nullptr; entry = entry->ai_next) {
       Socket socket(::socket(entry->ai_family, entry->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-      if (!socket.is_open()) continue;
+      if (!socket.is_open()) {
+        reason = words_of(errno);
+        continue;
+      }
       const int error = connect_socket(socket, *entry, deadline);
       if (error != 0) {
         reason = words_of(error);
