@@ -217,17 +217,24 @@ void LocalLinks::send_message(int rank, std::span<const std::byte> message, int 
     std::memcpy(CMSG_DATA(carried), &descriptor, sizeof(int));
   }
   const auto check = [this] { bootstrap_.check(); };
+  Transfer transfer = Transfer::done;
   ssize_t sent = -1;
-  while ((sent = ::sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT)) < 0) {
+  while (transfer == Transfer::done && (sent = ::sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT)) < 0) {
     if (errno == EINTR) continue;
-    const bool is_full = errno == EAGAIN || errno == EWOULDBLOCK;
-    if (!is_full || !wait_a_slice(fd, POLLOUT, patience, check)) break;
+    if (errno != EAGAIN && errno != EWOULDBLOCK) {
+      transfer = Transfer::closed;
+    } else if (!wait_a_slice(fd, POLLOUT, patience, check)) {
+      transfer = Transfer::late;
+    }
   }
-  const bool is_done =
-      sent >= 0 && send_all(fd, message.data() + sent, message.size() - static_cast<std::size_t>(sent),
-                            patience.deadline(), check) == Transfer::done;
-  if (is_done) return;
-  check_after_close([this] { bootstrap_.check(); });
+  if (sent >= 0) {
+    transfer = send_all(fd, message.data() + sent, message.size() - static_cast<std::size_t>(sent),
+                        patience.deadline(), check);
+  }
+  if (transfer == Transfer::done) return;
+  HELIX_EXPECTS(transfer == Transfer::closed, ErrorCode::timeout, "rank ", rank, " read nothing for ",
+                seconds(bootstrap_.timeout()), " s from its local socket");
+  check_after_close(check);
   throw Error(ErrorCode::peer_failed, "the local socket to rank ", rank, " is closed");
 }
 

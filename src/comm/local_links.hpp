@@ -35,7 +35,8 @@ class HELIX_API LocalLinks {
 
   // After a message fails to be sent or received, all later ones fail: see FirstFailure.
 
-  /// Sends a message, with a descriptor unless that is -1. @throws Error(peer_failed).
+  /// Sends a message, with a descriptor unless that is -1. @throws Error(timeout) if the rank reads too
+  /// little for the job's timeout, Error(peer_failed).
   void send(int rank, std::span<const std::byte> message, int descriptor = -1) const;
   /// Receives a message of exactly this size; returns its descriptor or -1. @throws Error(timeout) past the
   /// job's timeout, Error(peer_failed).

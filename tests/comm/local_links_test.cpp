@@ -167,6 +167,29 @@ TEST_CASE("what came too late is not taken for the next message") {
   for (const auto& outcome : outcomes) CHECK(outcome.message == "");
 }
 
+TEST_CASE("a rank that reads nothing is late, not gone") {
+  const auto outcomes = run_bootstrap_job(
+      2,
+      [](BootstrapOptions options) {
+        Bootstrap bootstrap(options);
+        const auto links = connected(bootstrap);
+        if (options.rank == 0) {
+          const std::vector<std::byte> message(1 << 16);
+          const auto failure = helix::test::failure_of([&] {
+            for (int i = 0; i < 1000; ++i) links->send(1, message);
+          });
+          expect(failure && failure->code == ErrorCode::timeout &&
+                     failure->what == "rank 1 read nothing for 1 s from its local socket",
+                 failure ? failure->what.c_str() : "64 MiB fit into the socket");
+        } else {
+          std::this_thread::sleep_for(1200ms);  // so that the other rank does not wait longer than it may
+        }
+        bootstrap.barrier();
+      },
+      1s);
+  for (const auto& outcome : outcomes) CHECK(outcome.message == "");
+}
+
 TEST_CASE("a wait for a rank that sends nothing ends, at its end or at the timeout") {
   const auto outcomes = run_bootstrap_job(
       3,
