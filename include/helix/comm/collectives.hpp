@@ -36,10 +36,9 @@ namespace helix::comm {
 /// - `send(buffer, bytes, peer, stream)`, `recv(buffer, bytes, peer, stream)`: one message to another rank;
 ///   those between the same two ranks match in the order of the calls. Only these two ranks take part.
 /// - `barrier(stream)`: the stream of no rank passes it before every rank's stream has reached it.
-/// - `split(color, key)`: blocks the host; ranks of equal `color`, 0 or more (NCCL and PeerComm refuse
-/// others),
-///   form a new group, in which they are ordered by (key, old rank). It shares the failure state of this one:
-///   an abort of either ends both.
+/// - `split(color, key)`: blocks the host; ranks of equal `color`, 0 or more (NCCL and PeerComm refuse other
+///   values), form a new group, in which they are ordered by (key, old rank). It shares the failure state of
+///   this one: an abort of either ends both.
 /// - `abort(reason)`: ends the waits of all ranks, in this group and in all that were split from the same
 ///   root. They get Error(peer_failed), as does each later call, with this rank (as numbered in the root
 ///   group) and `reason`. The first abort wins. Never throws, any thread.
