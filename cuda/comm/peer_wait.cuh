@@ -84,12 +84,17 @@ static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fa
   *static_cast<volatile std::uint32_t*>(&stop.gave_up) = 1u;
 }
 
-/// The peer that has given up, or -1. Reads this rank's own memory.
-__device__ inline int poisoned_by(const PeerWaits& waits) {
+/// Whether `peer` has given up. Reads this rank's own memory.
+__device__ __forceinline__ bool has_peer_given_up(const PeerWaits& waits, int peer) {
   const auto* own = reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const std::byte*>(waits.poison) +
                                                            waits.rank * waits.stride);
+  return volatile_word(own + peer) != 0;
+}
+
+/// The peer that has given up, or -1.
+__device__ inline int poisoned_by(const PeerWaits& waits) {
   for (int p = 0; p < waits.size; ++p)
-    if (p != waits.rank && volatile_word(own + p) != 0) return p;
+    if (p != waits.rank && has_peer_given_up(waits, p)) return p;
   return -1;
 }
 

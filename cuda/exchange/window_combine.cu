@@ -122,11 +122,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
         });
   }
   // A peer that gave up after its header was sent may have written its next rows over those merged here. It
-  // says so first. The rows have been used, so this look comes after them.
-  if (threadIdx.x == 0) {
-    if (const int culprit = poisoned_by(waits); culprit >= 0)
-      give_up(waits, PeerFault::gave_up, culprit, seen, place.exchanges);
-  }
+  // says so first. The block has used its rows, so this look comes after them.
+  __syncthreads();
+  if (has_peer && has_peer_given_up(waits, peer))
+    give_up(waits, PeerFault::gave_up, peer, seen, place.exchanges);
   if (is_last) counts_of(args).exchanges = place.exchanges;
   if (blockIdx.x == 0 && has_peer) check_header(waits, args, peer, own_epoch, seen, rest);
 }

@@ -233,8 +233,7 @@ concept LatentReader = requires(B& backend, typename B::Stream stream) {
 template <class B>
 concept PartialAttentionBackend = requires(B& backend, typename B::Stream stream, std::int64_t n) {
   backend.partial_attention(PartialAttentionArgs<typename B::Activation>{}, stream);
-  // (tokens, query heads, D, Dv): enough for any step of up to so many tokens, at any positions. Never falls
-  // as a number grows.
+  // (tokens, query heads, D, Dv): enough for any step of up to so many tokens, at any positions.
   { backend.partial_attention_workspace_bytes(n, n, n, n) } -> std::same_as<std::size_t>;
 };
 

@@ -270,7 +270,7 @@ concept LayerBackend = ExchangeBackend<B> && AttentionBackend<B> &&
   backend.router_logits(RouterLogitsArgs<decltype(a)>{}, stream);
   backend.route(RouteArgs{}, stream);
   backend.expert_ffn(ExpertFfnArgs<decltype(a)>{}, stream);
-  // (tokens, top_k, M, F/TPF): enough for any step of up to so many tokens. Never falls as a number grows.
+  // (tokens, top_k, M, F/TPF): enough for any step of up to so many tokens.
   { backend.expert_ffn_workspace_bytes(n, n, n, n) } -> std::same_as<std::size_t>;
 };
 

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include <helix/contract/catch.hpp>
 #include <helix/contract/kv_bench.hpp>
 #include <helix/partial_attention.hpp>
 
@@ -62,8 +64,26 @@ void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<st
       [&](const auto& args, auto stream) { helix::partial_attention(bench.backend(), args, stream); });
 }
 
+/// A workspace for many tokens is enough for fewer.
+template <TestableBackend B>
+void check_attention_workspaces() {
+  Workbench<B> bench;
+  for (const auto& [heads, head_dim, value_dim] :
+       {std::array<std::int64_t, 3>{8, 64, 64}, {1, 24, 16}, {128, 576, 512}}) {
+    std::size_t last = 0;
+    for (std::int64_t tokens = 0; tokens <= 4096; tokens = tokens < 16 ? tokens + 1 : 2 * tokens) {
+      const std::size_t bytes =
+          bench.backend().partial_attention_workspace_bytes(tokens, heads, head_dim, value_dim);
+      CAPTURE(tokens, heads, head_dim, value_dim);
+      CHECK(bytes >= last);
+      last = bytes;
+    }
+  }
+}
+
 template <TestableBackend B>
 void partial_attention() {
+  check_attention_workspaces<B>();
   const std::vector<std::int64_t> lengths{11, 1, 40, 4};
   for (const bool is_mla : {false, true}) {
     for (const std::int64_t kvp : {1, 2, 3}) {
