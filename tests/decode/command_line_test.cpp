@@ -11,7 +11,6 @@
 #include <helix/error.hpp>
 
 #include "cli/counts.hpp"
-#include "cli/machine.hpp"
 #include "cli/warnings.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -105,27 +104,6 @@ TEST_CASE("a name that is nearly right finds the one that was meant", "[quick]")
     INFO(wrong);
     CHECK(nearest_name(wrong, names) == meant);
   }
-}
-
-TEST_CASE("memory is what the system's table says", "[quick]") {
-  const char* const table = "MemTotal:  8 kB\nMemFree: 2 kB\nMemAvailable:   123 kB\n";
-  CHECK(parse_memory(table, "MemAvailable:") == 123 * 1024);
-  CHECK(parse_memory(table, "MemTotal:") == 8 * 1024);
-  CHECK_FALSE(parse_memory("MemTotal:  8 kB\n", "MemAvailable:"));
-  CHECK_FALSE(parse_memory("MemAvailable:", "MemAvailable:"));
-  CHECK_FALSE(parse_memory("MemAvailable: lots\n", "MemAvailable:"));
-  CHECK_FALSE(parse_memory("", "MemTotal:"));
-}
-
-TEST_CASE("the cores of a container are its quota of a period, rounded up") {
-  CHECK(parse_cpu_limit("400000 100000\n") == 4);
-  CHECK(parse_cpu_limit("150000 100000\n") == 2);
-  CHECK(parse_cpu_limit("1000 100000") == 1);
-  for (const char* text : {"max 100000\n", "", "100000", "0 100000", "100000 0", "-1 100000", "some 1"}) {
-    CAPTURE(text);
-    CHECK_FALSE(parse_cpu_limit(text));
-  }
-  CHECK(machine_cores() >= 1);
 }
 
 TEST_CASE("ranks on one GPU share its memory", "[quick]") {
