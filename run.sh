@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets up, builds and runs Helix on a Debian or Ubuntu machine, from any directory.
+# Sets up, builds and runs Helix on Debian (12 or later) or Ubuntu (24.04 or later), from any directory.
 set -euo pipefail
 
 usage() {
@@ -42,7 +42,7 @@ choose_cuda() {
   local last
   last="$(configured_cuda)"
   if [[ -n "${HELIX_CUDA:-}" ]]; then
-    echo "$HELIX_CUDA"
+    echo "${HELIX_CUDA^^}"  # CMake takes either case
   elif gpu_is_visible; then
     echo AUTO
   else

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets up, builds everything and runs the tests on a Debian or Ubuntu machine, from any directory.
+# Sets up, builds everything and runs the tests on Debian (12 or later) or Ubuntu (24.04 or later), from any
+# directory.
 set -euo pipefail
 
 usage() {
