@@ -84,12 +84,21 @@ decode() {
   "$build/examples/decode/helix-decode" "$@"
 }
 
-demonstrate() {
+# Builds helix-decode and, beside it, sets up Python for text: `text` is then yes or no.
+build_with_text() {
   "$root/cmake/install_packages.sh" --chat
   "$root/examples/chat/set_up.sh" "$chat" &
-  local set_up=$!
+  set_up=$!
+  trap 'kill "$set_up" 2>/dev/null || true' EXIT  # it does not hear Ctrl-C, being in the background
   build_target helix-decode
-  if wait "$set_up"; then
+  text=yes
+  wait "$set_up" || text=no
+  trap - EXIT
+}
+
+demonstrate() {
+  build_with_text
+  if [[ $text == yes ]]; then
     "$chat/bin/python" "$root/examples/chat/demonstrate.py" "$build/examples/decode/helix-decode" "$root/tests/data"
   else
     echo "going on with token ids instead of text" >&2
@@ -139,11 +148,8 @@ case "${1:-}" in
     ;;
   chat)
     shift
-    "$root/cmake/install_packages.sh" --chat
-    "$root/examples/chat/set_up.sh" "$chat" &
-    set_up=$!
-    build_target helix-decode
-    wait "$set_up" || exit 1
+    build_with_text
+    [[ $text == yes ]] || exit 1
     exec "$chat/bin/python" "$root/examples/chat/chat.py" --decoder "$build/examples/decode/helix-decode" "$@"
     ;;
   decode)

@@ -102,6 +102,7 @@ set_up=
 if [[ "$preset" == cpu ]]; then
   "$root/examples/chat/set_up.sh" "$root/build/chat" &
   set_up=$!
+  trap 'kill "$set_up" 2>/dev/null || true' EXIT  # it does not hear Ctrl-C, being in the background
 fi
 "$root/cmake/forget_other_tools.sh" "$build"
 cmake -S "$root" -B "$build" --preset "$preset" "${cmake_options[@]}"
@@ -116,6 +117,7 @@ if has_slow_kernels; then
   exit 1
 fi
 [[ -z "$set_up" ]] || wait "$set_up" || true
+trap - EXIT
 
 report="$build/tests.xml"
 rm -f "$report"
