@@ -200,6 +200,7 @@ TEST_CASE("an unknown command or option of the scripts is one line that names wh
         Case{"run.sh --model m", "run.sh: '--model' is no command; did you mean decode --model?"},
         Case{"test.sh --ful", "test.sh: --ful is unknown; see ./test.sh --help"},
         Case{"test.sh --sanitize all", "test.sh: --sanitize is 'all'; give asan, ubsan or tsan"},
+        Case{"tests/fuzz/run.sh --help", "usage: tests/fuzz/run.sh [SECONDS [TARGET...]]"},
         Case{"test.sh --full --quick",
              "test.sh: --full cannot be given with --quick, --sanitize or --arm64, which build the quick "
              "tests "

@@ -7,6 +7,10 @@
 set -euo pipefail
 
 seconds="${1:-600}"
+if [[ ! "$seconds" =~ ^[1-9][0-9]*$ ]]; then
+  echo "usage: tests/fuzz/run.sh [SECONDS [TARGET...]]; SECONDS is '$seconds'" >&2
+  exit 2
+fi
 targets=(safetensors model_config generation_config weight_map token_lists request commands hardware bench_results rendezvous)
 if [[ $# -gt 1 ]]; then targets=("${@:2}"); fi
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
