@@ -450,6 +450,27 @@ TEST_CASE("an error names the nearest legal topologies") {
     CHECK(contains(what, "Nearest legal with N = 8: KVP 8 x TPA 1, TPF 1 x EP 8"));
     CHECK(contains(what, "and 1 more"));
   }
+  SECTION("not if the grid is legal and only the number of stages or replicas is wrong") {
+    const auto ends_with = [](const TopologySpec& spec, int layers, const std::string& advice) {
+      ModelShape shape = dense_shape(16, 4);
+      shape.num_layers = layers;
+      const std::string what = error_of([&] { Topology(spec, shape); });
+      CAPTURE(what, advice);
+      CHECK(what.ends_with(advice));
+      CHECK_FALSE(contains(what, "Nearest legal"));
+    };
+    constexpr int kHuge = std::numeric_limits<int>::max();
+    ends_with(widths(1, 1, 0, 1, 3), 2, ". Use PP at most 2.");
+    ends_with(widths(2, 2, 0, 1, 3, 70000), 2, ". Use PP at most 2.");
+    ends_with(widths(4, 4, 0, 1, kHuge), 0, ". Use PP at most 4096.");
+    ends_with(widths(2, 2, 0, 1, 2, 8193), 2, ". Use DP at most 8192.");
+    ends_with(widths(1, 1, 0, 1, 1, kHuge), 2, ". Use DP at most 65536.");
+    ends_with(widths(1, 1, 0, 1, 0, 1), 2, "PP is 0; it must be at least 1");
+    ends_with(widths(1, 1, 0, 1, 1, -2), 2, "DP is -2; it must be at least 1");
+    TopologySpec spec = widths(2, 2);
+    spec.attn_dp = 2;
+    ends_with(spec, 2, "use 1");
+  }
   SECTION("every suggestion is legal") {
     for (int kvp = 1; kvp <= 9; ++kvp) {
       for (int tpa = 1; tpa <= 9; ++tpa) {
@@ -477,7 +498,7 @@ TEST_CASE("a world of another size is refused with the product") {
   const ModelShape shape = dense_shape(16, 8);
   CHECK_NOTHROW(Topology(widths(2, 2, 0, 1, 2, 3), shape, 24));
   CHECK(contains(error_of([&] { Topology(widths(2, 2, 0, 1, 2, 3), shape, 25); }), "the world has 25 ranks"));
-  CHECK(contains(error_of([&] { Topology(widths(2, 2, 0, 1, 2, 3), shape, 16); }), "set DP to 2"));
+  CHECK(error_of([&] { Topology(widths(2, 2, 0, 1, 2, 3), shape, 16); }).ends_with("set DP to 2"));
   CHECK(contains(error_of([&] { Topology(widths(2, 2), shape, 0); }), "the world has 0 ranks"));
   CHECK(contains(error_of([&] { Topology(widths(2, 2), shape, -4); }), "the world has -4 ranks"));
 }
@@ -506,7 +527,10 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
         widths(2, 2, 0, 1, 0), widths(2, 2, 0, 1, 1, -2), widths(2, 2, 0, 3),
         widths(std::numeric_limits<int>::min(), std::numeric_limits<int>::min())}) {
     CAPTURE(spec.kvp, spec.tpa, spec.tpf, spec.ep, spec.pp, spec.dp);
-    CHECK(contains(error_of([&] { Topology(spec, good); }), "Nearest legal with N = "));
+    TopologySpec grid = spec;
+    grid.pp = grid.dp = 1;
+    const bool has_legal_grid = Topology::violations(grid, good).empty();
+    CHECK(contains(error_of([&] { Topology(spec, good); }), "Nearest legal with N = ") != has_legal_grid);
     CHECK_THROWS_AS(Topology(spec, good, 4), Error);
   }
   const std::int64_t huge = std::numeric_limits<std::int64_t>::max();

@@ -259,6 +259,20 @@ inline std::string nearest_legal(const TopologySpec& wanted, const ModelShape& s
   return "No topology is legal for this model.";
 }
 
+/// What to do about a topology that is refused, as a sentence; empty if the broken rule already says it. If
+/// the grid of a stage is legal it names the limit of PP or DP, else the nearest legal grids.
+inline std::string advice(const TopologySpec& wanted, const ModelShape& shape) {
+  TopologySpec grid = wanted;
+  grid.pp = grid.dp = grid.attn_dp = 1;
+  if (!grid_violations(grid, shape).empty()) return nearest_legal(wanted, shape);
+  std::int64_t most_stages = kMaxRanks / stage_size_of(wanted);
+  if (shape.num_layers > 0) most_stages = smaller(most_stages, shape.num_layers);
+  if (wanted.pp > most_stages) return message({"Use PP at most ", most_stages, "."});
+  const std::int64_t most_replicas = kMaxRanks / (stage_size_of(wanted) * larger(1, wanted.pp));
+  if (wanted.dp > most_replicas) return message({"Use DP at most ", most_replicas, "."});
+  return "";
+}
+
 inline void throw_if_any(const std::vector<std::string>& found, const TopologySpec& spec,
                          const ModelShape& shape) {
   if (found.empty()) return;
@@ -266,7 +280,9 @@ inline void throw_if_any(const std::vector<std::string>& found, const TopologySp
       {"topology ", grid_name(spec), " breaks ", found.size(), found.size() == 1 ? " rule" : " rules"});
   for (std::size_t i = 0; i < found.size(); ++i)
     text += message({i == 0 ? ": " : "; ", "(", i + 1, ") ", found[i]});
-  throw Error(ErrorCode::invalid_topology, {text, ". ", nearest_legal(spec, shape)});
+  const std::string sentence = advice(spec, shape);
+  if (!sentence.empty()) text += message({". ", sentence});
+  throw Error(ErrorCode::invalid_topology, {text});
 }
 
 }  // namespace helix::detail
