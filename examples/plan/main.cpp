@@ -13,7 +13,6 @@
 #include <fmt/format.h>
 
 #include <helix/error.hpp>
-#include <helix/kv_format.hpp>
 #include <helix/plan/search.hpp>
 
 #include "bench_results.hpp"
@@ -58,12 +57,7 @@ void run(const Options& options) {
   HELIX_EXPECTS(!options.has_mixed_rows || described.shape.is_mla(), ErrorCode::invalid_argument,
                 "--kv-dtype is fp8_ds_mla, but ", described.name, " has no latent attention; give fp8");
   plan::Precision precision = options.precision;
-  if (options.has_mixed_rows) {
-    const ModelShape& shape = described.shape;
-    precision.kv_bits =
-        8.0 * static_cast<double>(latent_row_bytes(DType::fp8_ds_mla, shape.head_dim, shape.value_dim)) /
-        static_cast<double>(shape.head_dim);
-  }
+  if (options.has_mixed_rows) precision.kv_bits = plan::kv_element_bits(described.shape, DType::fp8_ds_mla);
   const plan::StepModel model(described, precision, hardware);
   plan::SearchResult result = plan::search_or_throw(model, options.workload, options.space);
   const plan::Candidate& best = result.candidates[*result.best];

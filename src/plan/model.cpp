@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include <helix/error.hpp>
+#include <helix/kv_format.hpp>
 #include <helix/limits.hpp>
 #include <helix/plan/model.hpp>
 #include <helix/topology.hpp>
@@ -119,6 +120,12 @@ void Precision::check() const {
   check_bits("weight_bits", weight_bits);
   check_bits("kv_bits", kv_bits);
   check_bits("activation_bits", activation_bits);
+}
+
+double kv_element_bits(const ModelShape& shape, DType dtype) {
+  if (!shape.is_mla()) return 8.0 * static_cast<double>(size_bytes(dtype));
+  return 8.0 * static_cast<double>(latent_row_bytes(dtype, shape.head_dim, shape.value_dim)) /
+         static_cast<double>(shape.head_dim);
 }
 
 ParameterCounts count_parameters(const Model& model) {

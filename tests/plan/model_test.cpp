@@ -41,6 +41,18 @@ TEST_CASE("presets have as many parameters as their checkpoints") {
   }
 }
 
+TEST_CASE("bits of a cached element by hand") {
+  using helix::DType;
+  const helix::ModelShape heads = model_preset("llama-3.1-8b").shape;
+  CHECK(kv_element_bits(heads, DType::f32) == 32);
+  CHECK(kv_element_bits(heads, DType::bf16) == 16);
+  CHECK(kv_element_bits(heads, DType::fp8_e4m3) == 8);
+  // 512 latent columns of 8 bits with 4 scales of 32, and 64 rope columns of 16: 656 bytes for 576 columns.
+  const helix::ModelShape latent = model_preset("deepseek-r1").shape;
+  CHECK(kv_element_bits(latent, DType::bf16) == 16);
+  CHECK(kv_element_bits(latent, DType::fp8_ds_mla) == 8.0 * 656 / 576);
+}
+
 TEST_CASE("active parameters are those that one token uses") {
   const auto active = [](const char* name) {
     return static_cast<double>(count_parameters(model_preset(name)).active()) / 1e9;

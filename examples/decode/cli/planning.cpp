@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include <helix/kv_format.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/search.hpp>
 
@@ -16,13 +15,6 @@ namespace {
 
 double bits(DType type) {
   return 8.0 * static_cast<double>(size_bytes(type));
-}
-
-/// Bits of a cached element, including its share of the row's scales.
-double kv_bits(const ModelShape& shape, DType type) {
-  if (!shape.is_mla()) return bits(type);
-  return 8.0 * static_cast<double>(latent_row_bytes(type, shape.head_dim, shape.value_dim)) /
-         static_cast<double>(shape.head_dim);
 }
 
 /// The CPU's speeds are assumptions of the magnitude of those in docs/measurements/cpu.md. They are good
@@ -53,7 +45,7 @@ TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest&
   const int most_ranks = *std::ranges::max_element(num_ranks);
   // Block-scaled fp8 weights are widened to f32 as they are read.
   const plan::Precision precision{.weight_bits = config.fp8_blocks ? 32.0 : bits(config.dtype),
-                                  .kv_bits = kv_bits(config.shape, request.kv_dtype),
+                                  .kv_bits = plan::kv_element_bits(config.shape, request.kv_dtype),
                                   .activation_bits = bits(launch.activation)};
   const double rank_memory = launch.rank_memory > 0 ? static_cast<double>(launch.rank_memory)
                                                     : static_cast<double>(host_memory()) / most_ranks;

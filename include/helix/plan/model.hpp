@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/dtype.hpp>
 #include <helix/export.hpp>
 #include <helix/model_shape.hpp>
 #include <helix/plan/units.hpp>
@@ -49,6 +50,10 @@ struct HELIX_API Precision {
   /// Checks the bits. @throws Error(invalid_argument) unless each is in (0, 64].
   void check() const;
 };
+
+/// Bits of a cached element of `dtype`. Of latent attention they are the bits of a row over its head_dim
+/// columns, so they include the scales of DType::fp8_ds_mla.
+HELIX_API double kv_element_bits(const ModelShape& shape, DType dtype);
 
 /// Parameters of the whole model, by part.
 struct ParameterCounts {
