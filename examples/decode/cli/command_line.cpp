@@ -83,8 +83,15 @@ bool is_whole(const CLI::Option& option) {
   return option.get_type_name().find("INT") != std::string::npos;
 }
 
+/// Whether `text` is a whole number in decimal: -?(0|[1-9][0-9]*).
+bool is_decimal(std::string_view text) {
+  if (text.starts_with('-')) text.remove_prefix(1);
+  const bool is_number = !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
+  return is_number && (text.size() == 1 || text.front() != '0');
+}
+
 /// Refuses values that CLI11 misreads. It takes an empty value for 0 or for no value, a whole number that
-/// begins with 0 for octal, and other numbers in hexadecimal too.
+/// begins with 0 for octal, even behind a sign or a space, and other numbers in hexadecimal too.
 void expect_values(const CLI::App& app) {
   for (const CLI::Option* const option : app.get_options()) {
     if (option->count() == 0 || option->get_items_expected_max() == 0) continue;
@@ -96,9 +103,8 @@ void expect_values(const CLI::App& app) {
                     ErrorCode::invalid_argument, option->get_name(), " is ", value,
                     "; write numbers in decimal");
       if (!is_whole(*option)) continue;
-      HELIX_EXPECTS(value.size() == 1 || !value.starts_with('0'), ErrorCode::invalid_argument,
-                    option->get_name(), " is ", value,
-                    "; write whole numbers in decimal, without a 0 before");
+      HELIX_EXPECTS(is_decimal(value), ErrorCode::invalid_argument, option->get_name(), " is ", value,
+                    "; write whole numbers in decimal, without a 0, a + or a space before");
     }
   }
 }
