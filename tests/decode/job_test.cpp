@@ -14,6 +14,7 @@
 
 #include "cli/options.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 #include "support/process.hpp"
 
 namespace helix::test {
@@ -144,6 +145,37 @@ TEST_CASE("requests of --serve have generation_config.json's defaults where the 
   CHECK(given.options.request.penalties == Penalties{.repetition = 1.5f, .presence = 0.25f});
   const decode::Job greedy = model.job({"--serve", "--temperature", "0"});
   CHECK(greedy.options.request.sampling.temperature == 0.0f);
+}
+
+TEST_CASE("values of generation_config.json have the limits of the command line, where they take effect",
+          "[quick]") {
+  struct Case {
+    const char* key;
+    const char* value;
+    std::vector<std::string> replacement;
+    const char* says;
+  };
+  const std::vector<Case> cases = {
+      {"temperature", "-1", {"--temperature", "0.5"}, "temperature is -1; it must be finite and at least 0"},
+      {"top_p", "0", {"--top-p", "0.5"}, "top_p is 0; it must be in (0, 1]"},
+      {"min_p", "2", {"--min-p", "0.5"}, "min_p is 2; it must be in [0, 1]"},
+      {"top_k", "-1", {"--top-k", "5"}, "top_k is -1; it must be at least 0"},
+      {"repetition_penalty", "0", {"--repetition-penalty", "1.5"}, "repetition_penalty is 0; it must be in"}};
+  for (const auto& [key, value, replacement, says] : cases) {
+    const Model model(std::string(R"({"do_sample":true,")") + key + "\":" + value + "}");
+    const auto failure = failure_of([&] { model.job({"--serve"}); });
+    REQUIRE(failure);
+    INFO(failure->what);
+    CHECK(failure->code == ErrorCode::invalid_file);
+    CHECK(failure->says(std::string("generation_config.json: ") + says));
+    std::vector<std::string> replaced = replacement;
+    replaced.emplace_back("--serve");
+    CHECK_NOTHROW(model.job(replaced));
+    CHECK_NOTHROW(model.job({"--prompt-ids", "1"}));
+  }
+  const Model wide(R"({"do_sample":true,"temperature":150,"top_p":1e-7})");
+  CHECK(wide.job({"--serve"}).options.request.sampling ==
+        SamplingConfig{.temperature = 150.0f, .top_p = 1e-7f});
 }
 
 TEST_CASE("prompts of the command line end where generation_config.json says, and are greedy", "[quick]") {

@@ -805,12 +805,20 @@ TEST_CASE("each key of generation_config.json sets its own default, draws' only 
   }
   file = {{"do_sample", true}, {"top_k", 20.0}};  // some files write whole numbers this way
   CHECK(defaults().sampling == SamplingConfig{.temperature = 1.0f, .top_k = 20});
-  for (const double wrong : {20.5, -1.0, 2147483648.0, 1e300}) {
+  for (const double wrong : {20.5, -2147483649.0, 2147483648.0, 1e300}) {
     file["top_k"] = wrong;
     CHECK_THAT(required_failure([&] { defaults(); }).what,
-               Catch::Contains("top_k is ") && Catch::Contains("an integer from 0 to 2147483647"));
+               Catch::Contains("top_k is ") && Catch::Contains("an integer from -2147483648 to 2147483647"));
     CHECK(parse_generation_config(file.dump(), "generation_config.json", false).sampling == SamplingConfig{});
   }
+  // The command line may replace what is out of range, so only numbers that no float holds are refused.
+  file = {{"do_sample", true}, {"temperature", -150}, {"top_p", 1e-7},
+          {"min_p", 2},        {"top_k", -1},         {"repetition_penalty", 0}};
+  CHECK(defaults().sampling ==
+        SamplingConfig{.temperature = -150.0f, .top_p = 1e-7f, .min_p = 2.0f, .top_k = -1});
+  CHECK(defaults().penalties == Penalties{.repetition = 0.0f});
+  file["temperature"] = 1e39;
+  CHECK_THAT(required_failure([&] { defaults(); }).what, Catch::Contains("temperature is 1e+39"));
   file = {{"do_sample", true}};
   CHECK(defaults().eos_ids.empty());
   CHECK(defaults().sampling == SamplingConfig{.temperature = 1.0f});

@@ -21,6 +21,7 @@
 #include "cli/planning.hpp"
 #include "cli/warnings.hpp"
 #include "generate/generation_defaults.hpp"
+#include "generate/request_plan.hpp"
 #include "model/parse_config.hpp"
 
 namespace helix::decode {
@@ -67,9 +68,10 @@ ServeLimits serve_limits(ServeLimits limits, const ModelConfig& config) {
   return limits;
 }
 
-/// Fills the sampling parameters that the command line leaves open from generation_config.json.
+/// Fills the sampling parameters that the command line leaves open from generation_config.json, at `path`.
+/// @throws Error(invalid_file) naming the file if one of them is out of range.
 void fill_sampling(const std::set<std::string>& given, const GenerationDefaults& defaults,
-                   GenerationRequest& request) {
+                   const std::string& path, GenerationRequest& request) {
   const auto fill = [&](const char* option, auto& value, const auto& of_file) {
     if (!given.contains(option)) value = of_file;
   };
@@ -80,6 +82,12 @@ void fill_sampling(const std::set<std::string>& given, const GenerationDefaults&
   fill("--repetition-penalty", request.penalties.repetition, defaults.penalties.repetition);
   fill("--presence-penalty", request.penalties.presence, defaults.penalties.presence);
   fill("--frequency-penalty", request.penalties.frequency, defaults.penalties.frequency);
+  try {  // the command line's own values have passed these checks
+    check_sampling(request.sampling);
+    check_penalties(request.penalties);
+  } catch (const Error& error) {
+    throw Error(ErrorCode::invalid_file, path, ": ", error.what());
+  }
 }
 
 }  // namespace
@@ -109,7 +117,7 @@ Job::Job(Options given, const Launcher& launcher)
   if (!defaults.eos_ids.empty()) config.eos_ids = defaults.eos_ids;
   if (options.serve) {
     request.serving = serve_limits(options.serve_limits, config);
-    fill_sampling(options.given_sampling, defaults, request);
+    fill_sampling(options.given_sampling, defaults, checkpoint.generation_config_path(), request);
   }
   // Sums round differently under different topologies, so a rounded cache would differ too: --verify compares
   // with f32.

@@ -55,25 +55,29 @@ std::vector<std::string> unheeded_keys(const ObjectReader& top) {
   return keys;
 }
 
-/// Reads a whole number, which some files write as 20.0.
-std::int64_t whole_or(const ObjectReader& top, const char* key, std::int64_t fallback, std::int64_t low,
-                      std::int64_t high) {
+/// Reads a number that is finite as a float.
+float float_or(const ObjectReader& top, const char* key, double fallback) {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  return static_cast<float>(top.number_or(key, fallback, -kLargest, kLargest));
+}
+
+/// Reads a whole number of 32 bits, which some files write as 20.0.
+std::int32_t whole_or(const ObjectReader& top, const char* key, std::int64_t fallback) {
+  constexpr std::int64_t kLow = std::numeric_limits<std::int32_t>::min();
+  constexpr std::int64_t kHigh = std::numeric_limits<std::int32_t>::max();
   const nlohmann::json* value = top.find(key);
-  if (value == nullptr || !value->is_number_float()) return top.integer_or(key, fallback, low, high);
+  if (value == nullptr || !value->is_number_float())
+    return static_cast<std::int32_t>(top.integer_or(key, fallback, kLow, kHigh));
   const auto number = value->get<double>();
-  const bool fits = number >= static_cast<double>(low) && number <= static_cast<double>(high);
-  if (!fits || number != std::floor(number)) top.fail(key, *value, "an integer from ", low, " to ", high);
-  return static_cast<std::int64_t>(number);
+  const bool fits = number >= static_cast<double>(kLow) && number <= static_cast<double>(kHigh);
+  if (!fits || number != std::floor(number)) top.fail(key, *value, "an integer from ", kLow, " to ", kHigh);
+  return static_cast<std::int32_t>(number);
 }
 
 }  // namespace
 
 GenerationDefaults parse_generation_config(std::string_view json, std::string_view file,
                                            bool reads_sampling) {
-  constexpr double kMaxTemperature = 100.0;
-  constexpr double kMinPositive = 1e-6;
-  constexpr double kMaxPenalty = 100.0;
-  constexpr std::int64_t kMaxDrawnIds = std::numeric_limits<std::int32_t>::max();
   GenerationDefaults defaults;
   if (json.empty()) return defaults;
   const nlohmann::json document = parse_strict_json(json, file);
@@ -82,13 +86,12 @@ GenerationDefaults parse_generation_config(std::string_view json, std::string_vi
   const ObjectReader top(document, file, "");
   defaults.eos_ids = top.token_ids("eos_token_id", kMaxEosIds);
   defaults.unheeded = unheeded_keys(top);
-  defaults.penalties.repetition =
-      static_cast<float>(top.number_or("repetition_penalty", 1.0, kMinPositive, kMaxPenalty));
+  defaults.penalties.repetition = float_or(top, "repetition_penalty", 1.0);
   if (!reads_sampling || !top.boolean_or("do_sample", false)) return defaults;
-  defaults.sampling.temperature = static_cast<float>(top.number_or("temperature", 1.0, 0.0, kMaxTemperature));
-  defaults.sampling.top_p = static_cast<float>(top.number_or("top_p", 1.0, kMinPositive, 1.0));
-  defaults.sampling.min_p = static_cast<float>(top.number_or("min_p", 0.0, 0.0, 1.0));
-  defaults.sampling.top_k = static_cast<std::int32_t>(whole_or(top, "top_k", 0, 0, kMaxDrawnIds));
+  defaults.sampling.temperature = float_or(top, "temperature", 1.0);
+  defaults.sampling.top_p = float_or(top, "top_p", 1.0);
+  defaults.sampling.min_p = float_or(top, "min_p", 0.0);
+  defaults.sampling.top_k = whole_or(top, "top_k", 0);
   return defaults;
 }
 

@@ -20,8 +20,9 @@ struct GenerationDefaults {
   std::vector<std::string> unheeded;  ///< Keys whose feature is not built, such as beams.
 };
 
-/// Parses the text of the file; an empty text gives the defaults. Unless `reads_sampling`, the keys of draws
-/// are not read and may have any value.
+/// Parses the text of the file; an empty text gives the defaults. Numbers are finite, but may be out of range
+/// for sampling, because the command line may replace them: check_sampling() and check_penalties() tell.
+/// Unless `reads_sampling`, the keys of draws are not read and may have any value.
 /// @throws Error(invalid_file) naming `file`, key and value.
 GenerationDefaults parse_generation_config(std::string_view json, std::string_view file,
                                            bool reads_sampling = true);
