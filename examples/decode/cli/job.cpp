@@ -20,7 +20,6 @@
 #include "cli/launch_cuda.hpp"
 #include "cli/planning.hpp"
 #include "cli/warnings.hpp"
-#include "generate/generation_defaults.hpp"
 #include "generate/request_plan.hpp"
 #include "model/parse_config.hpp"
 
@@ -104,7 +103,9 @@ Job::Job(Options given, const Launcher& launcher)
              .num_local_ranks = launcher.num_local_ranks(),
              .rank_memory = launcher.rank_memory()},
       checkpoint(options.model),
-      config(read_model_config(checkpoint)) {
+      config(read_model_config(checkpoint)),
+      defaults(parse_generation_config(checkpoint.generation_config_json(),
+                                       checkpoint.generation_config_path(), options.serve)) {
   // On the CPU the memory plan is that of f32: products keep the 16-bit copies of their inputs themselves.
   if (options.device == Device::cuda) launch.activation = preferred_activation(options, config);
   if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
@@ -112,8 +113,6 @@ Job::Job(Options given, const Launcher& launcher)
   HELIX_EXPECTS(config.shape.is_mla() || request.mla_prefill == MlaForm::automatic,
                 ErrorCode::invalid_argument,
                 "--mla-prefill is given, but the model has no latent attention: drop it");
-  const GenerationDefaults defaults = parse_generation_config(
-      checkpoint.generation_config_json(), checkpoint.generation_config_path(), options.serve);
   if (!defaults.eos_ids.empty()) config.eos_ids = defaults.eos_ids;
   if (options.serve) {
     request.serving = serve_limits(options.serve_limits, config);

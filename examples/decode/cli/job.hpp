@@ -10,6 +10,7 @@
 #include "checkpoint/checkpoint.hpp"
 #include "cli/launch.hpp"
 #include "cli/options.hpp"
+#include "generate/generation_defaults.hpp"
 #include "generate/job_agreement.hpp"
 #include "model/model_config.hpp"
 
@@ -20,6 +21,7 @@ struct Job {
   LaunchOptions launch;
   Checkpoint checkpoint;
   ModelConfig config;
+  GenerationDefaults defaults;
   std::optional<Topology> topo;
   std::vector<RankMemory> plan;
 

@@ -82,11 +82,12 @@ void serve(const Job& job, Launcher& launcher) {
 
 void run(const Job& job, Launcher& launcher) {
   const bool is_root = launcher.rank() == 0;
-  const auto& [options, launch, checkpoint, config, topo, plan] = job;
+  const auto& [options, launch, checkpoint, config, defaults, topo, plan] = job;
   const GenerationRequest& request = options.request;
   if (is_root) print_plan(launcher, config, *topo, request, launch, plan);
   if (!options.is_plan_only) expect_memory(launcher, launch, plan);
-  for (const std::string& line : warnings(launcher, checkpoint, config, *topo, request, launch, plan))
+  for (const std::string& line :
+       warnings(launcher, checkpoint, config, defaults, *topo, request, launch, plan))
     print_error(line + "\n");
   if (options.is_plan_only) return;
   const bool is_compared = options.verify && topo->world_size() > 1;

@@ -14,7 +14,6 @@
 #include "cli/launch_cuda.hpp"
 #include "cli/machine.hpp"
 #include "cli/report.hpp"
-#include "generate/generation_defaults.hpp"
 #include "model/weight_plan.hpp"
 
 namespace helix::decode {
@@ -130,9 +129,9 @@ std::map<int, std::int64_t> gpu_bytes(const std::vector<RankMemory>& plan, const
 }
 
 std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
-                                  const ModelConfig& config, const Topology& topo,
-                                  const GenerationRequest& request, const LaunchOptions& launch,
-                                  const std::vector<RankMemory>& plan) {
+                                  const ModelConfig& config, const GenerationDefaults& defaults,
+                                  const Topology& topo, const GenerationRequest& request,
+                                  const LaunchOptions& launch, const std::vector<RankMemory>& plan) {
   std::vector<std::string> lines;
   const auto add = [&](const std::optional<std::string>& line) {
     if (line) lines.push_back(*line);
@@ -144,9 +143,6 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
     add(unread_rope_keys(config, checkpoint));
     add(unread_attention_keys(config, checkpoint));
     add(unknown_eos_ids(config, checkpoint));
-    const GenerationDefaults defaults =
-        parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path(),
-                                request.serving.has_value());
     add(unheeded_keys(defaults, checkpoint));
     add(unheeded_penalty(defaults, checkpoint, request));
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cli/launch.hpp"
+#include "generate/generation_defaults.hpp"
 
 namespace helix::decode {
 
@@ -19,9 +20,9 @@ namespace helix::decode {
 /// --serve; a plan that exceeds the free memory of this machine or of a GPU. Rank 0 warns about its machine
 /// and about what all ranks share; each process warns about its own GPU.
 std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
-                                  const ModelConfig& config, const Topology& topo,
-                                  const GenerationRequest& request, const LaunchOptions& launch,
-                                  const std::vector<RankMemory>& plan);
+                                  const ModelConfig& config, const GenerationDefaults& defaults,
+                                  const Topology& topo, const GenerationRequest& request,
+                                  const LaunchOptions& launch, const std::vector<RankMemory>& plan);
 
 /// Bytes that the plan's first `num_ranks` ranks take on one machine. They share the weights used in place,
 /// which count as no more than the checkpoint's files.
