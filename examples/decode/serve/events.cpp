@@ -14,7 +14,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-/// A client's id may hold any bytes. Those that are not UTF-8 come back as U+FFFD.
+/// Ids are UTF-8, as JSON is. Messages may quote paths of any bytes, of which those that are not UTF-8 become
+/// U+FFFD.
 std::string line(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
