@@ -7,7 +7,6 @@
 #include <map>
 #include <string>
 #include <string_view>
-#include <system_error>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
@@ -15,6 +14,7 @@
 
 #include <helix/error.hpp>
 
+#include "checkpoint/output_file.hpp"
 #include "cli/command_line.hpp"
 #include "hardware_source.hpp"
 #include "model_source.hpp"
@@ -172,27 +172,9 @@ void set_search(plan::SearchSpace& space, const OptionTexts& texts, bool has_ttl
   space.objective = is_throughput ? plan::Objective::throughput : plan::Objective::latency;
 }
 
-/// Whether output to `a` would replace or overwrite `b`. Never true for pipes and devices.
-bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
-  std::error_code failure;
-  const bool is_same =
-      std::filesystem::weakly_canonical(a, failure) == std::filesystem::weakly_canonical(b, failure) ||
-      std::filesystem::equivalent(a, b, failure);
-  if (!is_same) return false;
-  const std::filesystem::file_type type = std::filesystem::status(a, failure).type();
-  return type == std::filesystem::file_type::not_found || type == std::filesystem::file_type::regular ||
-         type == std::filesystem::file_type::directory;
-}
-
-/// A file named by an option.
-struct NamedFile {
-  std::string option;
-  std::filesystem::path path;
-};
-
 /// Throws if an output would replace an input or another output.
 void check_outputs(const Options& options) {
-  std::vector<NamedFile> others;
+  std::vector<decode::NamedFile> others;
   const auto add = [&](const std::string& option, const std::filesystem::path& path) {
     if (!path.empty()) others.push_back({option, path});
   };
@@ -201,7 +183,7 @@ void check_outputs(const Options& options) {
   for (const std::filesystem::path& file : options.calibrations) add("--calibrate", file);
   for (const std::filesystem::path& file : options.checks) add("--check", file);
 
-  std::vector<NamedFile> outputs;
+  std::vector<decode::NamedFile> outputs;
   if (!options.json.empty()) outputs.push_back({"--json", options.json});
   if (!options.csv.empty()) outputs.push_back({"--csv", options.csv});
   if (!options.pictures.empty()) {
@@ -209,12 +191,8 @@ void check_outputs(const Options& options) {
     for (const std::string_view name : kPictures)
       outputs.push_back({fmt::format("{} of --pictures", name), options.pictures / name});
   }
-  for (const NamedFile& output : outputs) {
-    for (const NamedFile& other : others) {
-      HELIX_EXPECTS(!is_same_file(output.path, other.path), ErrorCode::invalid_argument, other.option,
-                    " and ", output.option, " are both ", output.path.string(),
-                    "; give each a file of its own");
-    }
+  for (const decode::NamedFile& output : outputs) {
+    decode::check_replaces_none(output, others);
     others.push_back(output);
   }
 }

@@ -228,6 +228,50 @@ TEST_CASE("sizes beyond their limits are refused by name, value and limit", "[qu
   CHECK_THAT(many.output, Contains("208.16 GiB"));  // 65,536 times 3.25 MiB
 }
 
+TEST_CASE("a report that would replace a file of the run is refused, and changes nothing", "[quick]") {
+  const ScratchDirectory scratch;
+  const std::filesystem::path original = std::filesystem::path(HELIX_TEST_DATA) / "llama-tiny";
+  const std::filesystem::path model = scratch / "model";
+  std::filesystem::create_directory(model);
+  for (const char* name : {"config.json", "model.safetensors"})
+    std::filesystem::copy_file(original / name, model / name);
+  write_file(model / "tokenizer.json", "{}");
+  write_file(scratch / "prompts.json", "[[1, 2, 3]]");
+  write_file(scratch / "teacher.json", "[[4, 5]]");
+  std::filesystem::create_hard_link(model / "model.safetensors", scratch / "hard.json");
+  std::filesystem::create_symlink(model / "model.safetensors", scratch / "soft.json");
+  const std::string folder = scratch.path().string();
+  const std::string run = "$D --model " + model.string() + " --max-new-tokens 2 --prompts " + folder +
+                          "/prompts.json --teacher-force " + folder + "/teacher.json --json ";
+
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"/model/config.json", "config.json of --model"},
+      {"/model/../model/model.safetensors", "model.safetensors of --model"},
+      {"/hard.json", "model.safetensors of --model"},
+      {"/soft.json", "model.safetensors of --model"},
+      {"/model/tokenizer.json", "tokenizer.json of --model"},
+      {"/model/generation_config.json", "generation_config.json of --model"},  // there is none
+      {"/model/model.safetensors.index.json", "model.safetensors.index.json of --model"},
+      {"/prompts.json", "--prompts"},
+      {"/teacher.json", "--teacher-force"}};
+  for (const auto& [file, input] : cases) {
+    const Run refused = run_script(run + folder + file);
+    INFO(file << "\n" << refused.output);
+    CHECK(is_one_error(refused));
+    CHECK_THAT(refused.output, Contains("helix-decode: " + input + " and --json are both " + folder + file +
+                                        "; give each a file of its own"));
+  }
+  CHECK(read_file(model / "config.json") == read_file(original / "config.json"));
+  CHECK(read_file(model / "model.safetensors") == read_file(original / "model.safetensors"));
+  CHECK(read_file(model / "tokenizer.json") == "{}");
+  CHECK(read_file(scratch / "prompts.json") == "[[1, 2, 3]]");
+  CHECK(read_file(scratch / "teacher.json") == "[[4, 5]]");
+  CHECK(files_in(model).size() == 3);
+
+  // A report beside them is none of these, even where it replaces an earlier one.
+  for (int i = 0; i < 2; ++i) CHECK(run_script(run + (model / "report.json").string()).exit_code == 0);
+}
+
 TEST_CASE("files that never end or never begin are refused at once", "[quick]") {
   const ScratchDirectory scratch;
   REQUIRE(::mkfifo((scratch / "fifo").c_str(), 0600) == 0);

@@ -126,7 +126,25 @@ void check_replaceable(const fs::path& path) {
   ::unlink(beside.path.c_str());
 }
 
+/// Whether output to `a` would replace or overwrite `b`. Never true for pipes and devices.
+bool is_same_file(const fs::path& a, const fs::path& b) {
+  std::error_code failure;
+  const bool is_same =
+      fs::weakly_canonical(a, failure) == fs::weakly_canonical(b, failure) || fs::equivalent(a, b, failure);
+  if (!is_same) return false;
+  const fs::file_type type = fs::status(a, failure).type();
+  return type == fs::file_type::not_found || type == fs::file_type::regular ||
+         type == fs::file_type::directory;
+}
+
 }  // namespace
+
+void check_replaces_none(const NamedFile& output, std::span<const NamedFile> others) {
+  for (const NamedFile& other : others) {
+    HELIX_EXPECTS(!is_same_file(output.path, other.path), ErrorCode::invalid_argument, other.name, " and ",
+                  output.name, " are both ", output.path.string(), "; give each a file of its own");
+  }
+}
 
 void check_output(const fs::path& path) {
   struct stat status = {};

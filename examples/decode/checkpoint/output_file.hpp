@@ -3,9 +3,22 @@
 #pragma once
 
 #include <filesystem>
+#include <span>
+#include <string>
 #include <string_view>
 
 namespace helix::decode {
+
+/// A file and what names it for messages: "--json", or "config.json of --model".
+struct NamedFile {
+  std::string name;
+  std::filesystem::path path;
+};
+
+/// Checks that writing `output` replaces none of `others`, which need not exist. Pipes and devices may be
+/// named more than once.
+/// @throws Error(invalid_argument) with both names and the path.
+void check_replaces_none(const NamedFile& output, std::span<const NamedFile> others);
 
 /// Checks, before the work is done, that write_output() will be able to write to `path`. Changes nothing.
 /// @throws Error(io) naming what is missing or not writable.

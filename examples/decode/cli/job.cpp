@@ -89,6 +89,24 @@ void fill_sampling(const std::set<std::string>& given, const GenerationDefaults&
   }
 }
 
+/// The files that a run reads, and those of the checkpoint that tokenizers read.
+std::vector<NamedFile> input_files(const Options& options, const Checkpoint& checkpoint) {
+  std::vector<NamedFile> files;
+  for (const char* name :
+       {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+        "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"}) {
+    files.push_back({fmt::format("{} of --model", name), checkpoint.directory() / name});
+  }
+  for (const SafetensorsFile& file : checkpoint.files()) {
+    const std::filesystem::path path = file.path();
+    files.push_back({fmt::format("{} of --model", path.filename().string()), path});
+  }
+  if (!options.prompts_file.empty()) files.push_back({"--prompts", options.prompts_file});
+  if (!options.teacher_file.empty()) files.push_back({"--teacher-force", options.teacher_file});
+  return files;
+}
+
 }  // namespace
 
 Job::Job(Options given, const Launcher& launcher)
@@ -108,7 +126,10 @@ Job::Job(Options given, const Launcher& launcher)
                                        checkpoint.generation_config_path(), options.serve)) {
   // On the CPU the memory plan is that of f32: products keep the 16-bit copies of their inputs themselves.
   if (options.device == Device::cuda) launch.activation = preferred_activation(options, config);
-  if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
+  if (launcher.rank() == 0 && !options.json.empty()) {
+    check_replaces_none({"--json", options.json}, input_files(options, checkpoint));
+    check_output(options.json);
+  }
   GenerationRequest& request = options.request;
   HELIX_EXPECTS(config.shape.is_mla() || request.mla_prefill == MlaForm::automatic,
                 ErrorCode::invalid_argument,

@@ -301,10 +301,10 @@ void check_values(const Options& options) {
 void add_fields(JobFields& fields, const Options& options) {
   // A structured binding of all members: a new member does not compile until someone decides here whether it
   // must agree.
-  [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, is_prefill_auto,
-                                is_mla_prefill_auto, kv_dtype_name, device, peer_memory, activation,
-                                is_plan_only, verify, given_sampling, serve, serve_limits, timeout_seconds,
-                                tuning, num_threads, json] = options;
+  [[maybe_unused]] const auto& [model, prompts_file, teacher_file, request, topology, is_topology_auto,
+                                num_ranks, is_prefill_auto, is_mla_prefill_auto, kv_dtype_name, device,
+                                peer_memory, activation, is_plan_only, verify, given_sampling, serve,
+                                serve_limits, timeout_seconds, tuning, num_threads, json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--verify", verify ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
@@ -362,6 +362,8 @@ std::optional<Options> parse_options(int argc, char** argv) {
   if (!parse_command_line(app, argc, argv)) return std::nullopt;
 
   options.model = texts.model;
+  options.prompts_file = texts.prompts_file;
+  options.teacher_file = texts.teacher_file;
   options.json = texts.json;
   options.device = parse_device(texts.device);
   options.activation = parse_dtype(texts.activation);  // empty for "auto"

@@ -15,6 +15,8 @@ namespace helix::decode {
 /// The options of one run.
 struct Options {
   std::filesystem::path model;
+  std::filesystem::path prompts_file;  ///< File that the prompts come from; empty: none.
+  std::filesystem::path teacher_file;  ///< File that the continuations come from; empty: none.
   /// kv_dtype is set when the checkpoint is known, unless kv_dtype_name is given.
   GenerationRequest request;
   TopologySpec topology;  ///< Widths; unused if is_topology_auto.
@@ -41,7 +43,7 @@ struct Options {
 };
 
 /// Adds the values that all ranks of a job must share and that are in neither the request nor the topology.
-/// The path of the model, the number of threads and the use of the result may differ between ranks.
+/// The paths of files, the number of threads and the use of the result may differ between ranks.
 void add_fields(JobFields& fields, const Options& options);
 
 /// The device on the command line, even if parse_options() refuses it, or else the device of auto. It is
