@@ -59,6 +59,34 @@ TEST_CASE("layers are dealt to any number of stages") {
   CHECK(chosen.kvp * chosen.tpa == 2);
 }
 
+TEST_CASE("a number of ranks without a legal topology is refused with the nearest one that has one") {
+  decode::ModelConfig model = small_model();  // two layers, and stages of 1, 2 or 4 ranks
+  const auto refuses = [&](const std::vector<int>& num_ranks, const std::string& message) {
+    const auto failure =
+        failure_of([&] { decode::choose_topology(model, request_of(1, 16), {}, num_ranks); });
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::invalid_topology);
+    CHECK(failure->what == message);
+  };
+  const std::string rest = " ranks is legal for this model; the nearest number that has one is ";
+  refuses({3}, "no topology of 3" + rest + "2");
+  refuses({7}, "no topology of 7" + rest + "8");
+  refuses({100}, "no topology of 100" + rest + "8");
+  refuses({32768}, "no topology of 32768" + rest + "8");
+  refuses({5, 6}, "no topology of 5 or 6" + rest + "4");
+  model.shape.num_layers = 60;
+  refuses({250}, "no topology of 250" + rest + "240");
+  refuses({123}, "no topology of 123" + rest + "124");
+  for (int ranks = 1; ranks <= 130; ++ranks) {
+    INFO(ranks);
+    const auto failure = failure_of([&] { decode::choose_topology(model, request_of(1, 16), {}, {ranks}); });
+    bool is_legal = false;
+    for (const int stage_size : {1, 2, 4})
+      is_legal |= ranks % stage_size == 0 && ranks / stage_size <= model.shape.num_layers;
+    CHECK(failure.has_value() != is_legal);
+  }
+}
+
 TEST_CASE("ranks share the memory of the machine, and a cached element takes its type's bytes") {
   // A rank that has a quarter of the memory may use 0.9 of it, which is 0.225 of the total. Four ranks of one
   // sequence each hold a quarter of the tokens, at 512 f32 elements per token.

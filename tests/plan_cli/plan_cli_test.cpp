@@ -778,7 +778,8 @@ TEST_CASE("helix-decode refuses an automatic topology beside a given one, and ra
   fails_with("--topology auto --ranks 4 --kvp 2", "--kvp");
   fails_with("--ranks 4", "--topology auto");
   fails_with("--topology auto --ranks 0", "--ranks");
-  fails_with("--topology auto --ranks 7", "7 GPUs");
+  fails_with("--topology auto --ranks 7",
+             "no topology of 7 ranks is legal for this model; the nearest number that has one is 8");
 }
 
 TEST_CASE("output that cannot be written is an error and leaves no half of a file") {

@@ -3,7 +3,13 @@
 #include "cli/planning.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <helix/error.hpp>
+#include <helix/limits.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/search.hpp>
 
@@ -38,10 +44,37 @@ plan::Hardware gpu_hardware() {
   return gpu;
 }
 
+/// The number of ranks nearest to `wanted` that has a legal topology of one replica: N * PP.
+std::int64_t nearest_legal(const ModelShape& shape, std::int64_t wanted) {
+  const auto distance = [&](std::int64_t ranks) { return std::abs(ranks - wanted); };
+  std::int64_t nearest = 1;
+  // The ranks of a stage divide the query heads.
+  const std::int64_t largest = std::min(shape.num_query_heads, kMaxRanks);
+  for (std::int64_t stage_size = 1; stage_size <= largest; ++stage_size) {
+    if (Topology::legal_topologies(shape, static_cast<int>(stage_size)).empty()) continue;
+    const std::int64_t most_stages = std::min(shape.num_layers, kMaxRanks / stage_size);
+    for (const std::int64_t stages : {wanted / stage_size, wanted / stage_size + 1}) {
+      const std::int64_t ranks = stage_size * std::clamp<std::int64_t>(stages, 1, most_stages);
+      if (distance(ranks) < distance(nearest)) nearest = ranks;
+    }
+  }
+  return nearest;
+}
+
+/// Checks that one of `num_ranks` has a legal topology. The planner's own message speaks of GPUs and of
+/// choices that this program does not offer.
+void expect_legal(const ModelShape& shape, const std::vector<int>& num_ranks) {
+  if (std::ranges::any_of(num_ranks, [&](int ranks) { return nearest_legal(shape, ranks) == ranks; })) return;
+  throw Error(ErrorCode::invalid_topology, "no topology of ", fmt::format("{}", fmt::join(num_ranks, " or ")),
+              " ranks is legal for this model; the nearest number that has one is ",
+              nearest_legal(shape, num_ranks.front()));
+}
+
 }  // namespace
 
 TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
                              const LaunchOptions& launch, const std::vector<int>& num_ranks) {
+  expect_legal(config.shape, num_ranks);
   const int most_ranks = *std::ranges::max_element(num_ranks);
   // Block-scaled fp8 weights are widened to f32 as they are read.
   const plan::Precision precision{.weight_bits = config.fp8_blocks ? 32.0 : bits(config.dtype),

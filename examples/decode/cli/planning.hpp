@@ -17,7 +17,8 @@ namespace helix::decode {
 /// sequences at their longest fit into the ranks' memory. On GPUs the machine is the preset h200. On the CPU
 /// a rank has launch.rank_memory, or its share of host_memory() if that is 0, and speeds are assumed. A pure
 /// function of its arguments and host_memory().
-/// @throws Error(invalid_topology) if no topology is legal, Error(capacity) if none fits.
+/// @throws Error(invalid_topology) naming the nearest number of ranks that has a legal topology if none of
+/// `num_ranks` has one, Error(capacity) if none fits.
 TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
                              const LaunchOptions& launch, const std::vector<int>& num_ranks);
 
