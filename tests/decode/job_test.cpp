@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cli/options.hpp"
+#include "cli/warnings.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
 #include "support/process.hpp"
@@ -183,6 +184,25 @@ TEST_CASE("prompts of the command line end where generation_config.json says, an
   CHECK(job.config.eos_ids == std::vector<std::int64_t>{3, 5});
   CHECK(job.options.request.sampling == SamplingConfig{});
   CHECK(job.options.request.penalties == Penalties{});
+}
+
+TEST_CASE("a repetition_penalty that the prompts of the command line do not take gives a warning",
+          "[quick]") {
+  const auto warns = [](const char* penalty, const std::vector<std::string>& options) {
+    const decode::Job job = Model(std::string(R"({"repetition_penalty":)") + penalty + "}").job(options);
+    const auto launcher = decode::make_thread_launcher();
+    const std::vector<std::string> lines =
+        decode::warnings(*launcher, job.checkpoint, job.config, job.defaults, *job.topo, job.options.request,
+                         job.launch, job.plan);
+    return std::ranges::any_of(lines, [&](const std::string& line) {
+      return line.find(std::string("give --repetition-penalty ") + penalty) != std::string::npos;
+    });
+  };
+  CHECK(warns("1.5", {"--prompt-ids", "1"}));
+  CHECK_FALSE(warns("1.5", {"--prompt-ids", "1", "--repetition-penalty", "1.25"}));
+  CHECK_FALSE(warns("1.5", {"--serve"}));
+  CHECK_FALSE(warns("1", {"--prompt-ids", "1"}));
+  CHECK_FALSE(warns("0", {"--prompt-ids", "1"}));  // no value of the option
 }
 
 TEST_CASE("without generation_config.json, or its ids, sequences end where config.json says", "[quick]") {

@@ -87,16 +87,16 @@ std::optional<std::string> unheeded_keys(const GenerationDefaults& defaults, con
                      one_line(checkpoint.generation_config_path()), fmt::join(defaults.unheeded, ", "));
 }
 
-/// transformers applies the penalty even without sampling.
+/// transformers applies the penalty even without sampling, and refuses one that is not positive.
 std::optional<std::string> unheeded_penalty(const GenerationDefaults& defaults, const Checkpoint& checkpoint,
                                             const GenerationRequest& request) {
-  if (request.serving || request.penalties.repetition != 1.0f || defaults.penalties.repetition == 1.0f)
+  const float asked = defaults.penalties.repetition;
+  if (request.serving || request.penalties.repetition != 1.0f || asked == 1.0f || asked <= 0.0f)
     return std::nullopt;
   return fmt::format(
       "warning: {} asks for a repetition_penalty of {}, which only requests of --serve take from there: give "
       "--repetition-penalty {} for transformers' texts",
-      one_line(checkpoint.generation_config_path()), defaults.penalties.repetition,
-      defaults.penalties.repetition);
+      one_line(checkpoint.generation_config_path()), asked, asked);
 }
 
 std::optional<std::string> short_gpu(int gpu, std::int64_t needed) {
