@@ -14,7 +14,7 @@
 #include <helix/error.hpp>
 #include <helix/limits.hpp>
 
-#include "checkpoint/strict_json.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::plan_cli {
 namespace {

@@ -13,7 +13,7 @@
 #include <helix/plan/step_time.hpp>
 
 #include "calibration.hpp"
-#include "checkpoint/strict_json.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::plan_cli {
 namespace {

@@ -13,8 +13,8 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/strict_json.hpp"
-#include "checkpoint/text_file.hpp"
+#include "files/strict_json.hpp"
+#include "files/text_file.hpp"
 
 namespace helix::plan_cli {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/text_file.hpp"
+#include "files/text_file.hpp"
 #include "model/parse_config.hpp"
 #include "model/planner_model.hpp"
 

@@ -14,8 +14,8 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/output_file.hpp"
 #include "cli/command_line.hpp"
+#include "files/output_file.hpp"
 #include "hardware_source.hpp"
 #include "model_source.hpp"
 #include "pictures.hpp"

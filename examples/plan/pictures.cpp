@@ -12,8 +12,8 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/output_file.hpp"
-#include "checkpoint/strict_json.hpp"
+#include "files/output_file.hpp"
+#include "files/strict_json.hpp"
 #include "svg.hpp"
 
 namespace helix::plan_cli {

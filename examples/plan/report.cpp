@@ -10,8 +10,8 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/output_file.hpp"
-#include "checkpoint/strict_json.hpp"
+#include "files/output_file.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::plan_cli {
 namespace {

@@ -24,10 +24,10 @@
 
 #include "checkpoint/checkpoint.hpp"
 #include "checkpoint/mapped_file.hpp"
-#include "checkpoint/strict_json.hpp"
-#include "checkpoint/text_file.hpp"
-#include "checkpoint/token_lists.hpp"
 #include "decode/model_on_disk.hpp"
+#include "files/strict_json.hpp"
+#include "files/text_file.hpp"
+#include "files/token_lists.hpp"
 #include "model/weight_plan.hpp"
 #include "model/weight_stream.hpp"
 #include "support/catch.hpp"

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/token_lists.hpp"
+#include "files/token_lists.hpp"
 #include "fuzz.hpp"
 
 namespace {

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <span>
 
-#include "checkpoint/regular_file.hpp"
+#include "files/regular_file.hpp"
 
 namespace helix::decode {
 

@@ -9,9 +9,9 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/json_events.hpp"
-#include "checkpoint/strict_json.hpp"
-#include "checkpoint/text_file.hpp"
+#include "files/json_events.hpp"
+#include "files/strict_json.hpp"
+#include "files/text_file.hpp"
 
 namespace helix::decode {
 namespace {

@@ -14,7 +14,7 @@
 #include <helix/dtype.hpp>
 
 #include "checkpoint/mapped_file.hpp"
-#include "checkpoint/regular_file.hpp"
+#include "files/regular_file.hpp"
 
 namespace helix::decode {
 

@@ -10,8 +10,8 @@
 #include <helix/error.hpp>
 
 #include "checkpoint/checkpoint.hpp"
-#include "checkpoint/json_events.hpp"
-#include "checkpoint/strict_json.hpp"
+#include "files/json_events.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::decode {
 namespace {

@@ -16,10 +16,10 @@
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 
-#include "checkpoint/output_file.hpp"
 #include "cli/launch_cuda.hpp"
 #include "cli/planning.hpp"
 #include "cli/warnings.hpp"
+#include "files/output_file.hpp"
 #include "generate/request_plan.hpp"
 #include "model/parse_config.hpp"
 

@@ -22,9 +22,9 @@
 #include <helix/cuda/peer_comm.hpp>
 #include <helix/job_comms.hpp>
 
-#include "checkpoint/standard_streams.hpp"
-#include "checkpoint/strict_json.hpp"
 #include "cli/rank_threads.hpp"
+#include "files/standard_streams.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::decode {
 

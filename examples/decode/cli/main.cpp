@@ -20,15 +20,15 @@
 #include <helix/error.hpp>
 
 #include "checkpoint/mapped_file.hpp"
-#include "checkpoint/output_file.hpp"
-#include "checkpoint/standard_streams.hpp"
-#include "checkpoint/strict_json.hpp"
 #include "cli/job.hpp"
 #include "cli/launch.hpp"
 #include "cli/options.hpp"
 #include "cli/report.hpp"
 #include "cli/warnings.hpp"
 #include "examples/nccl_environment.hpp"
+#include "files/output_file.hpp"
+#include "files/standard_streams.hpp"
+#include "files/strict_json.hpp"
 #include "serve/frontend.hpp"
 
 namespace helix::decode {

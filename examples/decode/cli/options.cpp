@@ -11,9 +11,9 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/token_lists.hpp"
 #include "cli/command_line.hpp"
 #include "cli/counts.hpp"
+#include "files/token_lists.hpp"
 #include "generate/request_plan.hpp"
 
 namespace helix::decode {

@@ -11,7 +11,7 @@
 #include <helix/cpu/tuning.hpp>
 #include <helix/error.hpp>
 
-#include "checkpoint/output_file.hpp"
+#include "files/output_file.hpp"
 
 namespace helix::decode {
 namespace {

@@ -10,10 +10,10 @@
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 
-#include "checkpoint/strict_json.hpp"
 #include "cli/launch_cuda.hpp"
 #include "cli/machine.hpp"
 #include "cli/report.hpp"
+#include "files/strict_json.hpp"
 #include "model/weight_plan.hpp"
 
 namespace helix::decode {

@@ -11,8 +11,8 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/object_reader.hpp"
-#include "checkpoint/strict_json.hpp"
+#include "files/object_reader.hpp"
+#include "files/strict_json.hpp"
 #include "model/parse_config.hpp"
 
 namespace helix::decode {

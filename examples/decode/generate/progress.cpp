@@ -8,7 +8,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include "checkpoint/standard_streams.hpp"
+#include "files/standard_streams.hpp"
 
 namespace helix::decode {
 

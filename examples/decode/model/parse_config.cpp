@@ -14,8 +14,8 @@
 #include <helix/error.hpp>
 #include <helix/limits.hpp>
 
-#include "checkpoint/object_reader.hpp"
-#include "checkpoint/strict_json.hpp"
+#include "files/object_reader.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::decode {
 namespace {

@@ -9,7 +9,7 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/strict_json.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::decode {
 namespace {

@@ -15,7 +15,7 @@
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 
-#include "checkpoint/strict_json.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::decode {
 namespace {

@@ -14,8 +14,8 @@
 #include <helix/error.hpp>
 #include <helix/vocabulary_head.hpp>
 
-#include "checkpoint/json_events.hpp"
-#include "checkpoint/strict_json.hpp"
+#include "files/json_events.hpp"
+#include "files/strict_json.hpp"
 #include "generate/request_plan.hpp"
 
 namespace helix::decode {

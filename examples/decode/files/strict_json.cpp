@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bounded JSON parser.
-#include "checkpoint/strict_json.hpp"
+#include "files/strict_json.hpp"
 
 #include <utility>
 #include <vector>
@@ -9,7 +9,7 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/json_events.hpp"
+#include "files/json_events.hpp"
 
 namespace helix::decode {
 namespace {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // ObjectReader: the checks of types and ranges.
-#include "checkpoint/object_reader.hpp"
+#include "files/object_reader.hpp"
 
 #include <limits>
 
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/strict_json.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::decode {
 

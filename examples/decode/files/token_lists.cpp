@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading token ids.
-#include "checkpoint/token_lists.hpp"
+#include "files/token_lists.hpp"
 
 #include <limits>
 #include <string>
@@ -9,8 +9,8 @@
 #include <helix/error.hpp>
 #include <helix/limits.hpp>
 
-#include "checkpoint/json_events.hpp"
-#include "checkpoint/text_file.hpp"
+#include "files/json_events.hpp"
+#include "files/text_file.hpp"
 
 namespace helix::decode {
 namespace {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // JsonEvents: the parser library, which no other file includes, and the error messages.
-#include "checkpoint/json_events.hpp"
+#include "files/json_events.hpp"
 
 #include <nlohmann/json.hpp>
 
 #include <helix/error.hpp>
 
-#include "checkpoint/strict_json.hpp"
+#include "files/strict_json.hpp"
 
 namespace helix::decode {
 namespace {

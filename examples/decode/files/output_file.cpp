@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writing files so that they appear as a whole.
-#include "checkpoint/output_file.hpp"
+#include "files/output_file.hpp"
 
 #include <cerrno>
 #include <chrono>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "checkpoint/standard_streams.hpp"
+#include "files/standard_streams.hpp"
 
 #include <cerrno>
 #include <csignal>

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "checkpoint/text_file.hpp"
+#include "files/text_file.hpp"
 
 #include <span>
 
 #include <helix/error.hpp>
 
-#include "checkpoint/regular_file.hpp"
+#include "files/regular_file.hpp"
 
 namespace helix::decode {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Opening, reading and mapping files.
-#include "checkpoint/regular_file.hpp"
+#include "files/regular_file.hpp"
 
 #include <algorithm>
 #include <cerrno>
