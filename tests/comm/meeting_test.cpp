@@ -15,7 +15,7 @@
 #include "support/failure.hpp"
 
 using namespace std::chrono_literals;
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 using helix::Error;
 using helix::ErrorCode;
 using helix::comm::Call;

@@ -36,7 +36,7 @@
 #include "support/process.hpp"
 
 using namespace std::chrono_literals;
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 using helix::Error;
 using helix::ErrorCode;
 using helix::comm::Bootstrap;
@@ -200,7 +200,8 @@ TEST_CASE("a process with another secret or of another job is told so, and the j
       });
       for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
       CHECK(stranger.code == ErrorCode::invalid_argument);
-      CHECK_THAT(stranger.message, Contains("does not know rank 2 of") && Contains("HELIX_JOB_SECRET"));
+      CHECK_THAT(stranger.message,
+                 ContainsSubstring("does not know rank 2 of") && ContainsSubstring("HELIX_JOB_SECRET"));
       CHECK(seconds_since(start) < 2.0);
     }
   }
@@ -232,8 +233,8 @@ TEST_CASE("two jobs on one port refuse each other") {
   CHECK(outcomes[0].message == "");
   CHECK(outcomes[1].message == "");
   CHECK(outcomes[2].code == ErrorCode::io);
-  CHECK_THAT(outcomes[2].message, Contains("cannot listen on port " + std::to_string(port)));
-  CHECK_THAT(outcomes[3].message, Contains("another job"));
+  CHECK_THAT(outcomes[2].message, ContainsSubstring("cannot listen on port " + std::to_string(port)));
+  CHECK_THAT(outcomes[3].message, ContainsSubstring("another job"));
 }
 
 TEST_CASE("a timeout counts the strangers beside the ranks that are missing") {
@@ -245,9 +246,10 @@ TEST_CASE("a timeout counts the strangers beside the ranks that are missing") {
       },
       500ms);
   CHECK(outcomes[0].code == ErrorCode::timeout);
-  CHECK_THAT(outcomes[0].message, Contains("ranks 1, 2 of 3 did not connect") &&
-                                      Contains("1 other connections were no ranks of this job, 1 of them") &&
-                                      Contains("secret"));
+  CHECK_THAT(outcomes[0].message,
+             ContainsSubstring("ranks 1, 2 of 3 did not connect") &&
+                 ContainsSubstring("1 other connections were no ranks of this job, 1 of them") &&
+                 ContainsSubstring("secret"));
 }
 
 TEST_CASE("silent strangers leave the ranks the open files that these need") {
@@ -298,9 +300,9 @@ TEST_CASE("a job whose ranks need more open files than rank 0 may have ends soon
   const auto start = std::chrono::steady_clock::now();
   const auto check_numbers = [](const Outcome& outcome, const std::string& limit) {
     CHECK(outcome.code == ErrorCode::io);
-    CHECK_THAT(outcome.message, Contains("rank 0 of 100 needs 206 open files (198 connections") &&
-                                    Contains(" left of its limit of " + limit + ";") &&
-                                    Contains("ulimit -n"));
+    CHECK_THAT(outcome.message, ContainsSubstring("rank 0 of 100 needs 206 open files (198 connections") &&
+                                    ContainsSubstring(" left of its limit of " + limit + ";") &&
+                                    ContainsSubstring("ulimit -n"));
   };
   {
     const FewOpenFiles few(64);
@@ -333,9 +335,9 @@ TEST_CASE("connections that rank 0 cannot accept are not said to be missing") {
   }
   CHECK(outcome.code == ErrorCode::io);
   CHECK_THAT(outcome.message,
-             Contains("rank 1 of 2 could not be admitted within 1 s: connections wait on port " +
-                      std::to_string(port)) &&
-                 Contains("Too many open files"));
+             ContainsSubstring("rank 1 of 2 could not be admitted within 1 s: connections wait on port " +
+                               std::to_string(port)) &&
+                 ContainsSubstring("Too many open files"));
 }
 
 TEST_CASE("a message names up to 16 ranks, and what follows them stays") {
@@ -381,7 +383,7 @@ TEST_CASE("a rank that leaves before all have come ends the rendezvous soon, and
   for (const int rank : {0, 1}) {
     CHECK(outcomes[static_cast<std::size_t>(rank)].code == ErrorCode::peer_failed);
     CHECK_THAT(outcomes[static_cast<std::size_t>(rank)].message,
-               Contains("rank 2 of 4 closed its connection before all ranks had come"));
+               ContainsSubstring("rank 2 of 4 closed its connection before all ranks had come"));
   }
   CHECK(seconds_since(start) < 6.0);
 }
@@ -397,7 +399,7 @@ TEST_CASE("a rank 0 that stands still in the rendezvous is waited for less than 
       outcome = {error.code(), error.what()};
     }
     CHECK(outcome.code == ErrorCode::timeout);
-    CHECK_THAT(outcome.message, Contains("did not answer rank 1 within " + std::string(waited)));
+    CHECK_THAT(outcome.message, ContainsSubstring("did not answer rank 1 within " + std::string(waited)));
     CHECK(seconds_since(start) < 1.0);  // less than the two seconds of longer timeouts
   }
 }
@@ -525,15 +527,15 @@ TEST_CASE("rank 0 listens where its address says, and says what to do where that
   const Outcome foreign = start_alone({.address = "192.0.2.1"});
   CHECK(foreign.code == ErrorCode::io);
   CHECK_THAT(foreign.message,
-             Contains("MASTER_ADDR is \"192.0.2.1\", which is no address of rank 0's machine") &&
-                 Contains("HELIX_LISTEN_ADDR"));
+             ContainsSubstring("MASTER_ADDR is \"192.0.2.1\", which is no address of rank 0's machine") &&
+                 ContainsSubstring("HELIX_LISTEN_ADDR"));
   const Outcome unknown = start_alone({.address = "unknown.helix.test"});
   CHECK(unknown.code == ErrorCode::io);
-  CHECK_THAT(unknown.message, Contains("cannot resolve MASTER_ADDR \"unknown.helix.test\""));
+  CHECK_THAT(unknown.message, ContainsSubstring("cannot resolve MASTER_ADDR \"unknown.helix.test\""));
   // It listens, so that only rank 1 is missing.
   const Outcome elsewhere = start_alone({.address = "192.0.2.1", .listen_address = "0.0.0.0"});
   CHECK(elsewhere.code == ErrorCode::timeout);
-  CHECK_THAT(elsewhere.message, Contains("rank 1 of 2 did not connect"));
+  CHECK_THAT(elsewhere.message, ContainsSubstring("rank 1 of 2 did not connect"));
 
   const auto meets_at = [](const std::string& address, const std::string& way_of_rank_1, bool is_one_machine,
                            std::chrono::milliseconds timeout = 20s) {
@@ -552,11 +554,11 @@ TEST_CASE("rank 0 listens where its address says, and says what to do where that
   };
   CHECK(meets_at("localhost", "localhost", false) == "");
   CHECK(meets_at("twice.helix.test", "127.0.0.1", true) == "");
-  CHECK_THAT(meets_at("127.0.0.2", "127.0.0.1", false, 700ms), Contains("did not connect"));
+  CHECK_THAT(meets_at("127.0.0.2", "127.0.0.1", false, 700ms), ContainsSubstring("did not connect"));
   // If a machine's own name maps to 127.0.1.1 in its hosts table, other machines reach it by another address.
   CHECK(meets_at("own.helix.test", "127.0.0.1", false) == "");
   CHECK(meets_at("own.helix.test", "own.helix.test", true) == "");
-  CHECK_THAT(meets_at("own.helix.test", "127.0.0.1", true, 700ms), Contains("did not connect"));
+  CHECK_THAT(meets_at("own.helix.test", "127.0.0.1", true, 700ms), ContainsSubstring("did not connect"));
 }
 
 TEST_CASE("the secret comes from a variable or a file, the job's name from the launcher") {
@@ -600,22 +602,25 @@ TEST_CASE("the secret comes from a variable or a file, the job's name from the l
     }
     return std::string();
   };
-  CHECK_THAT(refused({{"HELIX_JOB_SECRET", "s"}, {"HELIX_JOB_SECRET_FILE", file}}), Contains("both set"));
-  CHECK_THAT(refused({{"HELIX_JOB_SECRET", ""}}), Contains("HELIX_JOB_SECRET has 0 bytes"));
-  CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "empty").string()}}), Contains("has 0 bytes"));
-  CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "none").string()}}), Contains("cannot be opened"));
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET", "s"}, {"HELIX_JOB_SECRET_FILE", file}}),
+             ContainsSubstring("both set"));
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET", ""}}), ContainsSubstring("HELIX_JOB_SECRET has 0 bytes"));
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "empty").string()}}),
+             ContainsSubstring("has 0 bytes"));
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "none").string()}}),
+             ContainsSubstring("cannot be opened"));
   REQUIRE(::mkfifo((scratch / "fifo").c_str(), 0600) == 0);
   for (const std::string& irregular :
        {(scratch / "fifo").string(), (scratch / ".").string(), std::string("/dev/zero")}) {
     CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", irregular}}),
-               Contains("\"" + irregular + "\", which is not a regular file"));
+               ContainsSubstring("\"" + irregular + "\", which is not a regular file"));
   }
   helix::test::write_file(scratch / "longest", std::string(4096, 'x') + "\r\n");
   helix::test::write_file(scratch / "too long", std::string(4097, 'x') + "\n");
   helix::test::write_file(scratch / "huge", std::string(4096, 'x') + std::string(1'000'000, '\n') + "y");
   CHECK(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "longest").string()}}) == "");
   CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "too long").string()}}),
-             Contains("has 4097 bytes"));
+             ContainsSubstring("has 4097 bytes"));
   CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "huge").string()}}),
-             Contains("has 1004097 bytes; a secret of 1 to 4096"));
+             ContainsSubstring("has 1004097 bytes; a secret of 1 to 4096"));
 }

@@ -137,7 +137,7 @@ void check_processes(std::size_t size, const char* model, const std::string& opt
   const Run job = run_shell(commands + waits + "exit $code");
   INFO(job.output);
   REQUIRE(job.exit_code == 0);
-  CHECK_THAT(job.output, Catch::Matchers::Contains(std::to_string(size) + " processes"));
+  CHECK_THAT(job.output, Catch::Matchers::ContainsSubstring(std::to_string(size) + " processes"));
   run.check_report();
 }
 
@@ -351,7 +351,7 @@ TEST_CASE("a rank that fails on a GPU ends the others with its error") {
     FAIL("GPU 1000 exists");
   } catch (const Error& error) {
     CHECK(error.code() == ErrorCode::unsupported);
-    CHECK_THAT(error.what(), Catch::Matchers::Contains("1000"));
+    CHECK_THAT(error.what(), Catch::Matchers::ContainsSubstring("1000"));
   }
 }
 
@@ -383,7 +383,8 @@ TEST_CASE("helix-decode --device cuda gives the golden tokens") {
   const Run job = run_shell(run.command() + " --kvp 2 --tpa 2 --verify");
   INFO(job.output);
   REQUIRE(job.exit_code == 0);
-  CHECK_THAT(job.output, Catch::Matchers::Contains("device: cuda") && Catch::Matchers::Contains("verified"));
+  CHECK_THAT(job.output, Catch::Matchers::ContainsSubstring("device: cuda") &&
+                             Catch::Matchers::ContainsSubstring("verified"));
   run.check_report();
 }
 
@@ -425,7 +426,7 @@ TEST_CASE("processes that were started with other options are refused") {
   const Run job = run_shell(commands);
   INFO(job.output);
   CHECK(job.exit_code == 1);
-  CHECK_THAT(job.output, Catch::Matchers::Contains("helix-decode: "));
+  CHECK_THAT(job.output, Catch::Matchers::ContainsSubstring("helix-decode: "));
 }
 
 }  // namespace helix::test

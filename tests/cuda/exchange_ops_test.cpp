@@ -133,7 +133,8 @@ TEMPLATE_TEST_CASE("headers on a GPU are stamped and checked by the 16-bit opera
       CHECK_NOTHROW(operators.synchronize(stream));
       continue;
     }
-    const auto culprit = Catch::Matchers::Contains("the message from group rank " + std::to_string(wrong));
+    const auto culprit =
+        Catch::Matchers::ContainsSubstring("the message from group rank " + std::to_string(wrong));
     CHECK_THROWS_WITH(operators.synchronize(stream), culprit);
     CHECK_THROWS_WITH(operators.synchronize(stream), culprit);  // the failure is sticky
   }

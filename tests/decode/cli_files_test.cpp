@@ -17,7 +17,7 @@
 namespace helix::test {
 namespace {
 
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 
 const std::string kModel = "--model " HELIX_TEST_DATA "/llama-tiny ";
 const std::string kRun = kModel + "--prompt-ids 1,2,3 --max-new-tokens 2 ";
@@ -49,7 +49,7 @@ TEST_CASE("standard output that cannot be written is an error", "[quick]") {
     const Run run = run_script("$D " + arguments + " > /dev/full");
     INFO(run.output);
     CHECK(is_one_error(run));
-    CHECK_THAT(run.output, Contains("standard output"));
+    CHECK_THAT(run.output, ContainsSubstring("standard output"));
   }
 }
 
@@ -59,7 +59,7 @@ TEST_CASE("standard error that cannot be written takes only its messages", "[qui
     CHECK(run_script(std::string("$D --nope ") + lost).exit_code == 1);
     const Run run = run_script("$D " + kRun + "--dp 2 " + lost);  // one replica has no sequence
     CHECK(run.exit_code == 0);
-    CHECK_THAT(run.output, Contains("tokens/s"));
+    CHECK_THAT(run.output, ContainsSubstring("tokens/s"));
   }
 }
 
@@ -73,15 +73,15 @@ TEST_CASE("a server's standard streams may be closed or full", "[quick]") {
   const Run closed = serve("2> /dev/null <&-");
   INFO(closed.output);
   CHECK(closed.exit_code == 0);
-  CHECK_THAT(closed.output, Contains("\"ready\"") && !Contains("\"error\""));
+  CHECK_THAT(closed.output, ContainsSubstring("\"ready\"") && !ContainsSubstring("\"error\""));
   const Run silent = serve("2> /dev/full");
   CHECK(silent.exit_code == 0);
-  CHECK_THAT(silent.output, Contains("\"end\""));
+  CHECK_THAT(silent.output, ContainsSubstring("\"end\""));
   for (const char* lost : {"> /dev/full", ">&-"}) {
     const Run run = serve(std::string("3>&1 2>&3 ") + lost);
     INFO(run.output);
     CHECK(is_one_error(run));
-    CHECK_THAT(run.output, Contains("standard output cannot be written: "));
+    CHECK_THAT(run.output, ContainsSubstring("standard output cannot be written: "));
   }
   // A client that leaves is not an error.
   const Run left =
@@ -98,7 +98,7 @@ TEST_CASE("messages are one line, whatever they quote", "[quick]") {
     const Run run = run_script("N=\"\n\"; $D " + arguments);
     INFO(run.output);
     CHECK(is_one_error(run));
-    CHECK_THAT(run.output, Contains(says));
+    CHECK_THAT(run.output, ContainsSubstring(says));
     CHECK(std::count(run.output.begin(), run.output.end(), '\n') == 1);
   }
 }
@@ -116,7 +116,7 @@ TEST_CASE("a report is whole or not there", "[quick]") {
     const Run fresh = run_script(full);
     INFO(fresh.output);
     CHECK(is_one_error(fresh));
-    CHECK_THAT(fresh.output, Contains("report.json") && Contains("cannot be written"));
+    CHECK_THAT(fresh.output, ContainsSubstring("report.json") && ContainsSubstring("cannot be written"));
     CHECK(files_in(folder).empty());
     write_file(report, "before");
     CHECK(is_one_error(run_script(full)));
@@ -145,11 +145,11 @@ TEST_CASE("a report is whole or not there", "[quick]") {
     CHECK(nlohmann::json::parse(fifo.output).contains("sequences"));
     CHECK(run_script("$D " + kRun + "--json /dev/null").exit_code == 0);
     const Run piped = run_script("$D " + kRun + "--json /dev/stdout | cat");
-    CHECK_THAT(piped.output, Contains("tokens/s") && Contains("\"sequences\""));
+    CHECK_THAT(piped.output, ContainsSubstring("tokens/s") && ContainsSubstring("\"sequences\""));
     const Run redirected = run_script("$D " + kRun + "--json /dev/stdout > " + report);
     CHECK(redirected.exit_code == 0);
-    CHECK_THAT(read_file(report),
-               Contains("memory a rank") && Contains("tokens/s") && Contains("\"sequences\""));
+    CHECK_THAT(read_file(report), ContainsSubstring("memory a rank") && ContainsSubstring("tokens/s") &&
+                                      ContainsSubstring("\"sequences\""));
     CHECK(is_one_error(run_script("$D " + kRun + "--json /dev/full")));
     // A deleted file has no name under which it could be replaced, and its link must not be replaced.
     const std::string removed = "exec > " + report + "; rm " + report + "; $D " + kRun + "--json /dev/stdout";
@@ -166,7 +166,7 @@ TEST_CASE("a link that leads nowhere stays what it is", "[quick]") {
     const Run run = run_script("$D " + kRun + "--json " + link.string());
     INFO(run.output);
     CHECK(is_one_error(run));
-    CHECK_THAT(run.output, Contains("link.json: is a link that leads nowhere"));
+    CHECK_THAT(run.output, ContainsSubstring("link.json: is a link that leads nowhere"));
     CHECK(std::filesystem::is_symlink(link));
     std::filesystem::remove(link);
   }
@@ -182,8 +182,8 @@ TEST_CASE("a report that cannot be written is refused before the work", "[quick]
     const Run run = run_script("$D " + kRun + "--json " + path);
     INFO(run.output);
     CHECK(is_one_error(run));
-    CHECK_THAT(run.output, Contains(says));
-    CHECK_THAT(run.output, !Contains("memory a rank"));
+    CHECK_THAT(run.output, ContainsSubstring(says));
+    CHECK_THAT(run.output, !ContainsSubstring("memory a rank"));
   }
 }
 
@@ -222,10 +222,10 @@ TEST_CASE("sizes beyond their limits are refused by name, value and limit", "[qu
     const Run run = run_script("$D " + kModel + "--plan-only " + bad.arguments);
     INFO(bad.arguments << "\n" << run.output);
     CHECK(is_one_error(run));
-    for (const std::string& word : bad.words) CHECK_THAT(run.output, Contains(word));
+    for (const std::string& word : bad.words) CHECK_THAT(run.output, ContainsSubstring(word));
   }
   const Run many = run_script("$D " + kModel + "--plan-only --prompt-ids 1 --dp 65536 | tail -n 3");
-  CHECK_THAT(many.output, Contains("208.16 GiB"));  // 65,536 times 3.25 MiB
+  CHECK_THAT(many.output, ContainsSubstring("208.16 GiB"));  // 65,536 times 3.25 MiB
 }
 
 TEST_CASE("a report that would replace a file of the run is refused, and changes nothing", "[quick]") {
@@ -258,8 +258,8 @@ TEST_CASE("a report that would replace a file of the run is refused, and changes
     const Run refused = run_script(run + folder + file);
     INFO(file << "\n" << refused.output);
     CHECK(is_one_error(refused));
-    CHECK_THAT(refused.output, Contains("helix-decode: " + input + " and --json are both " + folder + file +
-                                        "; give each a file of its own"));
+    CHECK_THAT(refused.output, ContainsSubstring("helix-decode: " + input + " and --json are both " + folder +
+                                                 file + "; give each a file of its own"));
   }
   CHECK(read_file(model / "config.json") == read_file(original / "config.json"));
   CHECK(read_file(model / "model.safetensors") == read_file(original / "model.safetensors"));
@@ -281,7 +281,7 @@ TEST_CASE("files that never end or never begin are refused at once", "[quick]") 
     const Run run = run_script("$D " + arguments);
     INFO(run.output);
     CHECK(is_one_error(run));
-    CHECK_THAT(run.output, Contains("not a regular file"));
+    CHECK_THAT(run.output, ContainsSubstring("not a regular file"));
   }
 }
 

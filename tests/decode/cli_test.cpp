@@ -21,7 +21,7 @@
 namespace helix::test {
 namespace {
 
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 
 /// Runs `prefix helix-decode arguments`.
 Run run_decode(const std::string& arguments, const std::string& prefix = "") {
@@ -65,7 +65,7 @@ void check_serving(const std::string& options, const std::string& prefix) {
                               (scratch / "requests").string() + " 2> " + messages + "'");
   INFO(run.output << read_file(messages));
   REQUIRE(run.exit_code == 0);
-  CHECK_THAT(read_file(messages), !Contains("warning"));
+  CHECK_THAT(read_file(messages), !ContainsSubstring("warning"));
   std::map<std::string, decode::TokenIds> tokens;
   int num_errors = 0;
   std::stringstream lines(run.output);
@@ -117,7 +117,7 @@ TEST_CASE("counts may have suffixes and exponents", "[quick]") {
                  "--synthetic-context 128K --max-new-tokens 1e1 --chunk 0.25K --page-tokens 64 --plan-only");
   INFO(run.output);
   CHECK(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("note: 131072 tokens"));
+  CHECK_THAT(run.output, ContainsSubstring("note: 131072 tokens"));
 }
 
 TEST_CASE("both programs say their version and what is built in", "[quick]") {
@@ -126,7 +126,7 @@ TEST_CASE("both programs say their version and what is built in", "[quick]") {
   const std::string version = std::to_string(HELIX_VERSION_MAJOR) + "." +
                               std::to_string(HELIX_VERSION_MINOR) + "." + std::to_string(HELIX_VERSION_PATCH);
   CHECK_THAT(run.output, Catch::Matchers::StartsWith("helix-decode " + version + " (CUDA: ") &&
-                             Contains("MPI: ") && Catch::Matchers::EndsWith(")\n"));
+                             ContainsSubstring("MPI: ") && Catch::Matchers::EndsWith(")\n"));
 }
 
 TEST_CASE("replicas without a sequence and plans beyond memory are warnings", "[quick]") {
@@ -137,7 +137,7 @@ TEST_CASE("replicas without a sequence and plans beyond memory are warnings", "[
                                 file + "'");
     INFO(run.output);
     CHECK(run.exit_code == 0);
-    CHECK_THAT(run.output, !Contains("warning"));
+    CHECK_THAT(run.output, !ContainsSubstring("warning"));
     return read_file(file);
   };
   CHECK(warnings_of("--prompt-ids 1,2 --prompt-ids 3 --dp 2 --max-new-tokens 2") == "");
@@ -147,7 +147,7 @@ TEST_CASE("replicas without a sequence and plans beyond memory are warnings", "[
         "smaller --dp\n");
   const std::string memory = warnings_of("--synthetic-context 64G --plan-only");
   CHECK_THAT(memory, Catch::Matchers::StartsWith("warning: the plan takes 64.00 TiB of this machine") &&
-                         Contains("are available") && Contains("--kv-dtype"));
+                         ContainsSubstring("are available") && ContainsSubstring("--kv-dtype"));
   CHECK(std::count(memory.begin(), memory.end(), '\n') == 1);
 }
 
@@ -156,11 +156,12 @@ TEST_CASE("one rank has nothing to be verified with, which is a warning", "[quic
   const Run alone = run_decode(arguments);
   INFO(alone.output);
   CHECK(alone.exit_code == 0);
-  CHECK_THAT(alone.output, Contains("warning: --verify compares with one rank, and there is no other") &&
-                               !Contains("verified"));
+  CHECK_THAT(alone.output,
+             ContainsSubstring("warning: --verify compares with one rank, and there is no other") &&
+                 !ContainsSubstring("verified"));
   const Run two = run_decode(arguments + " --kvp 2");
   INFO(two.output);
-  CHECK_THAT(two.output, Contains("verified: 2 ranks") && !Contains("warning"));
+  CHECK_THAT(two.output, ContainsSubstring("verified: 2 ranks") && !ContainsSubstring("warning"));
 }
 
 TEST_CASE("weights that config.json has no use for, and what the rope does not take, are warnings",
@@ -175,20 +176,22 @@ TEST_CASE("weights that config.json has no use for, and what the rope does not t
   std::ofstream(scratch / "config.json") << config;
   const Run run = run_decode("--model " + (scratch / "").string() + " --prompt-ids 1 --max-new-tokens 1");
   CHECK(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("warning: 9 of 21 tensors are not used, the first of them "
-                                  "'model.layers.1.input_layernorm.weight'"));
-  CHECK_THAT(run.output, Contains("config.json: the rope does not take 1 of its keys, the first of them "
-                                  "'attn_factor'"));
+  CHECK_THAT(run.output, ContainsSubstring("warning: 9 of 21 tensors are not used, the first of them "
+                                           "'model.layers.1.input_layernorm.weight'"));
+  CHECK_THAT(run.output,
+             ContainsSubstring("config.json: the rope does not take 1 of its keys, the first of them "
+                               "'attn_factor'"));
 }
 
 TEST_CASE("a plan beyond all of the machine's memory is refused before it takes any", "[quick]") {
   const Run run = run_decode(model_option("llama-tiny") + "--device cpu --synthetic-context 64G --kvp 8");
   INFO(run.output);
   CHECK(run.exit_code == 1);
-  CHECK_THAT(run.output, Contains("memory a rank") &&
-                             Contains("helix-decode: the plan takes 64.00 TiB of this machine's memory, of "
-                                      "which it, or its container, gives ") &&
-                             Contains("--kv-dtype") && !Contains("warning"));
+  CHECK_THAT(run.output,
+             ContainsSubstring("memory a rank") &&
+                 ContainsSubstring("helix-decode: the plan takes 64.00 TiB of this machine's memory, of "
+                                   "which it, or its container, gives ") &&
+                 ContainsSubstring("--kv-dtype") && !ContainsSubstring("warning"));
 }
 
 TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "[quick]") {
@@ -200,8 +203,8 @@ TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "
                              report.string());
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("verified") && Contains("tokens/s"));
-  CHECK_THAT(run.output, !Contains("\r"));  // no progress bar into a pipe
+  CHECK_THAT(run.output, ContainsSubstring("verified") && ContainsSubstring("tokens/s"));
+  CHECK_THAT(run.output, !ContainsSubstring("\r"));  // no progress bar into a pipe
   const auto json = nlohmann::json::parse(read_file(report));
   CHECK(json.at("topology").at("kvp") == 2);
   CHECK(json.at("topology").at("tpf") == 4);
@@ -233,12 +236,13 @@ TEST_CASE("plan-only prints the memory of each rank and generates nothing", "[qu
   const Run run = run_decode(model_option("deepseek-tiny") + "--prompt-ids 1,2,3 --kvp 4 --ep 2 --plan-only");
   INFO(run.output);
   CHECK(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("memory a rank (4 ranks)") &&
-                             Contains("are used in the checkpoint's files") && !Contains("sequence 0"));
+  CHECK_THAT(run.output, ContainsSubstring("memory a rank (4 ranks)") &&
+                             ContainsSubstring("are used in the checkpoint's files") &&
+                             !ContainsSubstring("sequence 0"));
   for (const std::string with : {"--verify", "--json plan.json"}) {
     const Run both = run_decode(model_option("deepseek-tiny") + "--prompt-ids 1,2,3 --plan-only " + with);
     CHECK(both.exit_code == 1);
-    CHECK_THAT(both.output, Contains(" is given beside --plan-only"));
+    CHECK_THAT(both.output, ContainsSubstring(" is given beside --plan-only"));
   }
 }
 
@@ -256,7 +260,8 @@ TEST_CASE("a checkpoint that shrinks while it is used ends the program with one 
                               "; do sleep 0.02; done; sleep 0.3; truncate -s 4096 " + file + "; wait $!'");
   INFO(run.output);
   CHECK(run.exit_code == 1);
-  CHECK_THAT(run.output, Catch::Matchers::StartsWith("helix-decode: " + file + ": ") && Contains("shrank"));
+  CHECK_THAT(run.output,
+             Catch::Matchers::StartsWith("helix-decode: " + file + ": ") && ContainsSubstring("shrank"));
   CHECK(std::count(run.output.begin(), run.output.end(), '\n') == 1);
 }
 
@@ -536,7 +541,7 @@ TEST_CASE("a bad configuration under mpirun ends all processes with one message"
   const Run run = run_decode(model_option("llama-tiny") + "--prompt-ids 1,2,3 --kvp 2", HELIX_MPIRUN);
   INFO(run.output);
   CHECK(run.exit_code != 0);
-  CHECK_THAT(run.output, Contains("the world has 4 ranks"));
+  CHECK_THAT(run.output, ContainsSubstring("the world has 4 ranks"));
   CHECK(run.output.find("the world has 4 ranks") == run.output.rfind("the world has 4 ranks"));
 }
 #endif

@@ -18,7 +18,7 @@
 namespace helix::test {
 namespace {
 
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 using Catch::Matchers::EndsWith;
 using Catch::Matchers::StartsWith;
 using decode::Frontend;
@@ -132,8 +132,8 @@ TEST_CASE("the end says what a client that has not left did not read") {
   Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(300));
   frontend.write(std::string(std::size_t{1} << 20, 'x'));
   const std::string lost = frontend.finish();
-  CHECK_THAT(lost,
-             Contains("nobody read standard output for 0.3 s at the end") && Contains("bytes are lost"));
+  CHECK_THAT(lost, ContainsSubstring("nobody read standard output for 0.3 s at the end") &&
+                       ContainsSubstring("bytes are lost"));
 }
 
 TEST_CASE("without finish(), as after a failure, a client that reads nothing is waited for only briefly") {
@@ -158,7 +158,7 @@ TEST_CASE("a client that reads nothing is waited for until its input has ended, 
   Pipes::shut(pipes.in[1]);
   frontend.wait_for_client(milliseconds(20000));
   CHECK(frontend.is_client_gone());
-  CHECK_THAT(frontend.finish(), Contains("nobody read standard output for 0.2 s at the end"));
+  CHECK_THAT(frontend.finish(), ContainsSubstring("nobody read standard output for 0.2 s at the end"));
 }
 
 TEST_CASE(
@@ -174,7 +174,7 @@ TEST_CASE(
   frontend.wait_for_client(milliseconds(20000));
   CHECK(frontend.is_client_gone());
   CHECK_FALSE(frontend.has_ended());
-  CHECK_THAT(frontend.finish(), Contains("nobody read standard output for 0.2 s at the end"));
+  CHECK_THAT(frontend.finish(), ContainsSubstring("nobody read standard output for 0.2 s at the end"));
   close(lines);
 }
 
@@ -186,7 +186,7 @@ TEST_CASE("input that cannot be read is no end of it") {
   frontend.start_reading({});
   frontend.wait_for_line(milliseconds(20000));
   CHECK(frontend.has_ended());
-  CHECK_THAT(frontend.finish(), Contains("standard input cannot be read: "));
+  CHECK_THAT(frontend.finish(), ContainsSubstring("standard input cannot be read: "));
   close(folder);
 }
 

@@ -29,7 +29,7 @@
 namespace helix::test {
 namespace {
 
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 using decode::GenerationRequest;
 using decode::JobFields;
 using decode::JobStatement;
@@ -105,7 +105,8 @@ TEST_CASE("every member of a request is compared, by the name of its option", "[
   for (const Row& row : rows) {
     GenerationRequest other = request;
     row.change(other);
-    CHECK_THAT(refusal(fields_of(request), fields_of(other)), Contains(row.part) && Contains("rank 2"));
+    CHECK_THAT(refusal(fields_of(request), fields_of(other)),
+               ContainsSubstring(row.part) && ContainsSubstring("rank 2"));
   }
 }
 
@@ -116,13 +117,15 @@ TEST_CASE("widths, device and activation are compared, and threads, GPU, progres
     change(value);
     return refusal(before, fields_of(value));
   };
-  CHECK_THAT(changed(TopologySpec{}, [](auto& t) { t.kvp = 2; }), Contains("--kvp 2, rank 0 with --kvp 1"));
-  CHECK_THAT(changed(TopologySpec{}, [](auto& t) { t.dp = 2; }), Contains("--dp 2"));
-  CHECK_THAT(changed(TopologySpec{}, [](auto& t) { t.allow_uneven_ffn = true; }), Contains("uneven_ffn on"));
+  CHECK_THAT(changed(TopologySpec{}, [](auto& t) { t.kvp = 2; }),
+             ContainsSubstring("--kvp 2, rank 0 with --kvp 1"));
+  CHECK_THAT(changed(TopologySpec{}, [](auto& t) { t.dp = 2; }), ContainsSubstring("--dp 2"));
+  CHECK_THAT(changed(TopologySpec{}, [](auto& t) { t.allow_uneven_ffn = true; }),
+             ContainsSubstring("uneven_ffn on"));
   CHECK_THAT(changed(decode::LaunchOptions{}, [](auto& o) { o.device = decode::Device::cuda; }),
-             Contains("--device cuda, rank 0 with --device cpu"));
+             ContainsSubstring("--device cuda, rank 0 with --device cpu"));
   CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.activation = DType::bf16; }),
-             Contains("--activation bf16, rank 0 with --activation auto"));
+             ContainsSubstring("--activation bf16, rank 0 with --activation auto"));
   CHECK(changed(decode::LaunchOptions{}, [](auto& o) {
           o.num_threads = 3;
           o.gpu = 2;
@@ -134,8 +137,9 @@ TEST_CASE("widths, device and activation are compared, and threads, GPU, progres
           o.num_threads = 2;
           o.tuning = "linear.*=plain";
         }) == "");
-  CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.is_plan_only = true; }), Contains("--plan-only on"));
-  CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.verify = true; }), Contains("--verify on"));
+  CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.is_plan_only = true; }),
+             ContainsSubstring("--plan-only on"));
+  CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.verify = true; }), ContainsSubstring("--verify on"));
 }
 
 TEST_CASE("a checkpoint is known by its config, tables and contents, wherever it lies, and soon", "[quick]") {
@@ -147,10 +151,11 @@ TEST_CASE("a checkpoint is known by its config, tables and contents, wherever it
   CHECK(refusal(original, fields_at(copy_model(scratch, "same"))) == "");
   const auto weights = copy_model(scratch, "weights");
   change_weights(weights);
-  CHECK_THAT(refusal(original, fields_at(weights)), Contains("different weights in model.safetensors"));
+  CHECK_THAT(refusal(original, fields_at(weights)),
+             ContainsSubstring("different weights in model.safetensors"));
   const auto config = copy_model(scratch, "config");
   write_file(config / "config.json", read_file(config / "config.json") + "\n");
-  CHECK_THAT(refusal(original, fields_at(config)), Contains("different config.json"));
+  CHECK_THAT(refusal(original, fields_at(config)), ContainsSubstring("different config.json"));
 
   const decode::Checkpoint checkpoint(data_directory() / "llama-tiny");
   double fastest_ms = HUGE_VAL;  // best of several runs, because the machine is shared
@@ -175,8 +180,8 @@ TEST_CASE("a checkpoint is known by its config, tables and contents, wherever it
   };
   const JobFields shards = sharded("shards", 6, "b.safetensors");
   CHECK_THAT(refusal(shards, sharded("longer", 7, "b.safetensors")),
-             Contains("different tensors in b.safetensors"));
-  CHECK_THAT(refusal(shards, sharded("renamed", 6, "c.safetensors")), Contains("in c.safetensors"));
+             ContainsSubstring("different tensors in b.safetensors"));
+  CHECK_THAT(refusal(shards, sharded("renamed", 6, "c.safetensors")), ContainsSubstring("in c.safetensors"));
 }
 
 TEST_CASE("a process that cannot take part is named, unless all say the same", "[quick]") {
@@ -193,7 +198,7 @@ TEST_CASE("a process that cannot take part is named, unless all say the same", "
   CHECK(said({{{}, "no model"}, {{}, "no model"}}) == "no model");
   CHECK(said({{fields, ""}, {{}, "no model"}}) == "rank 1: no model");
   CHECK(said({{{}, "no seed"}, {{}, "no model"}}) == "rank 0: no seed");
-  CHECK_THAT(said({{fields, ""}, {{}, ""}}), Contains("rank 1 was started with --seed (none)"));
+  CHECK_THAT(said({{fields, ""}, {{}, ""}}), ContainsSubstring("rank 1 was started with --seed (none)"));
   const auto accepted = [](bool first, bool second) {
     return decode::expect_agreement({{{}, "", first}, {{}, "", second}}).accepts_bf16;
   };
@@ -283,7 +288,7 @@ TEST_CASE("processes that differ in what matters decode nothing and name the fir
           run_job("--max-new-tokens 4", row.usual + " --kvp 4", row.odd + (is_topology ? "" : " --kvp 4"));
       INFO(run.output);
       CHECK(run.exit_code == 1);
-      CHECK_THAT(run.output, Contains(row.part) && !Contains("sequence 0"));
+      CHECK_THAT(run.output, ContainsSubstring(row.part) && !ContainsSubstring("sequence 0"));
       CHECK(run.output.find("helix-decode: ") == run.output.rfind("helix-decode: "));  // only one rank prints
       CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
     }
@@ -311,7 +316,7 @@ TEST_CASE("topologies by auto are alike where machines have unequal parts of the
   const Run some = planned(unequal, tokens);
   INFO(some.output);
   CHECK(some.exit_code == 1);
-  CHECK_THAT(some.output, !Contains("was started with"));
+  CHECK_THAT(some.output, !ContainsSubstring("was started with"));
   // One rank prints for all.
   CHECK(some.output.find("helix-decode: ") == some.output.rfind("helix-decode: "));
 }

@@ -17,7 +17,7 @@
 namespace helix::test {
 namespace {
 
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 
 std::set<std::string> options_in(const std::string& text) {
   static const std::regex kOption("--[a-z][a-z0-9]*([-_][a-z0-9]*)*");
@@ -208,7 +208,7 @@ TEST_CASE("an unknown command or option of the scripts is one line that names wh
     const Run run = run_command(std::string(HELIX_SOURCE_DIR "/") + bad.arguments);
     INFO(bad.arguments << "\n" << run.output);
     CHECK(run.exit_code == 2);
-    CHECK_THAT(run.output, Contains(bad.says));
+    CHECK_THAT(run.output, ContainsSubstring(bad.says));
     CHECK(std::count(run.output.begin(), run.output.end(), '\n') == 1);
   }
 }

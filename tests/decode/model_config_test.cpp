@@ -260,7 +260,8 @@ TEST_CASE("layer_types say which layers of a mistral or a ministral have the win
     CHECK(parse(config).window(1) == 7);
     CHECK(parse(config).window(2) == 0);
     config["layer_types"] = {"full_attention", "sliding_attention"};
-    CHECK_THAT(failure_of_config(config.dump()).what, Catch::Contains("expected an array of 3 strings"));
+    CHECK_THAT(failure_of_config(config.dump()).what,
+               Catch::Matchers::ContainsSubstring("expected an array of 3 strings"));
   }
 }
 
@@ -276,17 +277,18 @@ TEST_CASE("layer_types of a model without a window are full attention, or refuse
     CHECK(parse(config).window(0) == 0);
     for (const char* other : {"sliding_attention", "chunked_attention", "linear_attention"}) {
       config["layer_types"][0] = other;
-      CHECK_THAT(fails(config), Catch::Contains(other) && Catch::Contains("the model has no sliding window"));
+      CHECK_THAT(fails(config), Catch::Matchers::ContainsSubstring(other) &&
+                                    Catch::Matchers::ContainsSubstring("the model has no sliding window"));
     }
     config["layer_types"] = json::array({"full_attention"});
-    CHECK_THAT(fails(config), Catch::Contains("expected an array of"));
+    CHECK_THAT(fails(config), Catch::Matchers::ContainsSubstring("expected an array of"));
   }
   json qwen = llama();
   qwen["model_type"] = "qwen3";
   qwen["sliding_window"] = 8;  // without use_sliding_window
   CHECK(parse(qwen).unread_attention_keys.empty());
   qwen["layer_types"] = {"full_attention", "sliding_attention", "full_attention"};
-  CHECK_THAT(fails(qwen), Catch::Contains("the model has no sliding window"));
+  CHECK_THAT(fails(qwen), Catch::Matchers::ContainsSubstring("the model has no sliding window"));
 }
 
 TEST_CASE(
@@ -300,7 +302,7 @@ TEST_CASE(
     CHECK(parse(config).unread_attention_keys ==
           std::vector<std::string>{"sliding_window", "attention_chunk_size", "dual_chunk_attention_config"});
     config["per_layer_config"] = {{"0", {{"rms_norm_eps", 1.0}}}};
-    CHECK_THAT(failure_of_config(config.dump()).what, Catch::Contains("per_layer_config"));
+    CHECK_THAT(failure_of_config(config.dump()).what, Catch::Matchers::ContainsSubstring("per_layer_config"));
   }
 }
 
@@ -341,10 +343,10 @@ TEST_CASE("config.json and generation_config.json take equally many end tokens")
   ids.push_back(1024);
   config["eos_token_id"] = ids;
   const std::string says = "eos_token_id is an array of 1025; expected at most 1024 integers";
-  CHECK_THAT(failure_of_config(config.dump()).what, Catch::Contains(says));
+  CHECK_THAT(failure_of_config(config.dump()).what, Catch::Matchers::ContainsSubstring(says));
   const json longer = {{"eos_token_id", ids}};
   CHECK_THAT(required_failure([&] { parse_generation_config(longer.dump(), "f"); }).what,
-             Catch::Contains(says));
+             Catch::Matchers::ContainsSubstring(says));
 }
 
 TEST_CASE("a family's end token stands for an absent one, and null is none") {
@@ -393,7 +395,8 @@ void check_refused(const std::vector<BadValue>& cases) {
     CAPTURE(c.key, c.says);
     const auto [code, message] = failure_of_config(config.dump());
     CHECK(code == ErrorCode::invalid_file);
-    CHECK_THAT(message, Catch::Contains("config.json: ") && Catch::Contains(c.says));
+    CHECK_THAT(message, Catch::Matchers::ContainsSubstring("config.json: ") &&
+                            Catch::Matchers::ContainsSubstring(c.says));
   }
 }
 
@@ -553,7 +556,8 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
     const auto [code, message] = failure_of_config(config.dump());
     CAPTURE(c.says);
     CHECK(code == ErrorCode::unsupported);
-    CHECK_THAT(message, Catch::Contains("config.json: ") && Catch::Contains(c.says));
+    CHECK_THAT(message, Catch::Matchers::ContainsSubstring("config.json: ") &&
+                            Catch::Matchers::ContainsSubstring(c.says));
   }
 }
 
@@ -808,7 +812,8 @@ TEST_CASE("each key of generation_config.json sets its own default, draws' only 
   for (const double wrong : {20.5, -2147483649.0, 2147483648.0, 1e300}) {
     file["top_k"] = wrong;
     CHECK_THAT(required_failure([&] { defaults(); }).what,
-               Catch::Contains("top_k is ") && Catch::Contains("an integer from -2147483648 to 2147483647"));
+               Catch::Matchers::ContainsSubstring("top_k is ") &&
+                   Catch::Matchers::ContainsSubstring("an integer from -2147483648 to 2147483647"));
     CHECK(parse_generation_config(file.dump(), "generation_config.json", false).sampling == SamplingConfig{});
   }
   // The command line may replace what is out of range, so only numbers that no float holds are refused.
@@ -818,7 +823,8 @@ TEST_CASE("each key of generation_config.json sets its own default, draws' only 
         SamplingConfig{.temperature = -150.0f, .top_p = 1e-7f, .min_p = 2.0f, .top_k = -1});
   CHECK(defaults().penalties == Penalties{.repetition = 0.0f});
   file["temperature"] = 1e39;
-  CHECK_THAT(required_failure([&] { defaults(); }).what, Catch::Contains("temperature is 1e+39"));
+  CHECK_THAT(required_failure([&] { defaults(); }).what,
+             Catch::Matchers::ContainsSubstring("temperature is 1e+39"));
   file = {{"do_sample", true}};
   CHECK(defaults().eos_ids.empty());
   CHECK(defaults().sampling == SamplingConfig{.temperature = 1.0f});

@@ -101,7 +101,8 @@ void check_refused(const std::vector<BadFile>& cases) {
     CAPTURE(c.bytes.substr(0, 200));
     const auto [code, message] = required_failure([&] { parse(c.bytes); });
     CHECK(code == ErrorCode::invalid_file);
-    CHECK_THAT(message, Catch::Contains("x.safetensors") && Catch::Contains(c.says));
+    CHECK_THAT(message, Catch::Matchers::ContainsSubstring("x.safetensors") &&
+                            Catch::Matchers::ContainsSubstring(c.says));
     CHECK(message.size() < 1000);
   }
 }
@@ -240,7 +241,7 @@ TEST_CASE("files that cannot be mapped are io errors that name the path") {
   const auto [code, message] =
       required_failure([&] { SafetensorsFile((directory.path() / "none.safetensors").string()); });
   CHECK(code == ErrorCode::io);
-  CHECK_THAT(message, Catch::Contains("none.safetensors"));
+  CHECK_THAT(message, Catch::Matchers::ContainsSubstring("none.safetensors"));
   CHECK(required_failure([&] { SafetensorsFile(directory.path().string()); }).code == ErrorCode::io);
   CHECK(required_failure([&] { SafetensorsFile(directory.write("empty", "")); }).code ==
         ErrorCode::invalid_file);
@@ -262,7 +263,8 @@ TEST_CASE("bytes that are made resident are, and those that are gone are an Erro
   std::filesystem::resize_file(path, 100000);
   const auto [code, message] = required_failure([&] { file.prefault(half); });
   CHECK(code == ErrorCode::io);
-  CHECK_THAT(message, Catch::Contains(path) && Catch::Contains("shrank"));
+  CHECK_THAT(message,
+             Catch::Matchers::ContainsSubstring(path) && Catch::Matchers::ContainsSubstring("shrank"));
 }
 
 TEST_CASE("released pages leave resident memory") {
@@ -318,7 +320,8 @@ TEST_CASE("an index that leaves its directory or is malformed is refused") {
     CAPTURE(shard);
     const auto [code, message] = map(R"({"weight_map":{"t":")" + shard + "\"}}");
     CHECK(code == ErrorCode::invalid_file);
-    CHECK_THAT(message, Catch::Contains("i.json") && Catch::Contains("'t'"));
+    CHECK_THAT(message,
+               Catch::Matchers::ContainsSubstring("i.json") && Catch::Matchers::ContainsSubstring("'t'"));
     CHECK(message.size() < 300);
   }
   for (const std::string json :
@@ -327,10 +330,10 @@ TEST_CASE("an index that leaves its directory or is malformed is refused") {
     CAPTURE(json);
     CHECK(map(json).code == ErrorCode::invalid_file);
   }
-  CHECK_THAT(map("{}").what, Catch::Contains("weight_map is missing"));
-  CHECK_THAT(map("{\"weight_map\":{}}").what, Catch::Contains("weight_map is empty"));
-  CHECK_THAT(map("{\"weight_map\":[]}").what, Catch::Contains("weight_map is array"));
-  CHECK_THAT(map(repeated("[", 100000)).what, Catch::Contains("nested deeper"));
+  CHECK_THAT(map("{}").what, Catch::Matchers::ContainsSubstring("weight_map is missing"));
+  CHECK_THAT(map("{\"weight_map\":{}}").what, Catch::Matchers::ContainsSubstring("weight_map is empty"));
+  CHECK_THAT(map("{\"weight_map\":[]}").what, Catch::Matchers::ContainsSubstring("weight_map is array"));
+  CHECK_THAT(map(repeated("[", 100000)).what, Catch::Matchers::ContainsSubstring("nested deeper"));
   CHECK(parse_weight_map(R"({"weight_map":{"t":"a.safetensors"}})", "i.json").at("t") == "a.safetensors");
 }
 
@@ -339,31 +342,33 @@ TEST_CASE("missing parts of a checkpoint are named") {
   const auto open = [&] { return required_failure([&] { const Checkpoint checkpoint(directory.path()); }); };
   CHECK(required_failure([] { const Checkpoint checkpoint("/nonexistent/helix"); }).code == ErrorCode::io);
   CHECK(open().code == ErrorCode::io);
-  CHECK_THAT(open().what, Catch::Contains("config.json"));
+  CHECK_THAT(open().what, Catch::Matchers::ContainsSubstring("config.json"));
   const std::string pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n";
   directory.write("config.json", pointer);
-  CHECK_THAT(open().what, Catch::Contains("config.json: is a Git LFS pointer"));
+  CHECK_THAT(open().what, Catch::Matchers::ContainsSubstring("config.json: is a Git LFS pointer"));
   directory.write("config.json", "{}");
   CHECK(open().code == ErrorCode::io);
-  CHECK_THAT(open().what, Catch::Contains("model.safetensors: cannot open"));
+  CHECK_THAT(open().what, Catch::Matchers::ContainsSubstring("model.safetensors: cannot open"));
   directory.write("model-00001-of-00002.safetensors", "");
-  CHECK_THAT(open().what,
-             Catch::Contains("model.safetensors.index.json: missing, but the folder has model-*"));
+  CHECK_THAT(open().what, Catch::Matchers::ContainsSubstring(
+                              "model.safetensors.index.json: missing, but the folder has model-*"));
   std::filesystem::remove(directory.path() / "model-00001-of-00002.safetensors");
   for (const char* pickled : {"pytorch_model.bin.index.json", "pytorch_model.bin"}) {
     directory.write(pickled, "");
     CHECK(open().code == ErrorCode::invalid_file);
-    CHECK_THAT(open().what, Catch::Contains(std::string("has ") + pickled + " but no model.safetensors"));
+    CHECK_THAT(open().what, Catch::Matchers::ContainsSubstring(std::string("has ") + pickled +
+                                                               " but no model.safetensors"));
   }
   directory.write("model.safetensors", pointer);
-  CHECK_THAT(open().what, Catch::Contains("model.safetensors: is a Git LFS pointer"));
+  CHECK_THAT(open().what, Catch::Matchers::ContainsSubstring("model.safetensors: is a Git LFS pointer"));
   std::filesystem::remove(directory.path() / "model.safetensors");
   directory.write("model.safetensors.index.json", R"({"weight_map":{"a":"model-1.safetensors"}})");
   CHECK(open().code == ErrorCode::io);
-  CHECK_THAT(open().what, Catch::Contains("model-1.safetensors") && Catch::Contains("index.json"));
+  CHECK_THAT(open().what, Catch::Matchers::ContainsSubstring("model-1.safetensors") &&
+                              Catch::Matchers::ContainsSubstring("index.json"));
   directory.write("model-1.safetensors", safetensors_of({filled("b", 2, 2)}));
   CHECK(open().code == ErrorCode::invalid_file);
-  CHECK_THAT(open().what, Catch::Contains("'a' is missing"));
+  CHECK_THAT(open().what, Catch::Matchers::ContainsSubstring("'a' is missing"));
   directory.write("model-1.safetensors", safetensors_of({filled("a", 2, 2)}));
   CHECK_NOTHROW(Checkpoint(directory.path()));
 }

@@ -25,7 +25,7 @@
 namespace helix::test {
 namespace {
 
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 
 /// Refuses new threads while it lives.
 struct Refusal {
@@ -54,8 +54,8 @@ TEST_CASE("a rank thread that cannot be started is the one error, and no rank be
     std::atomic<int> num_begun = 0;
     const Refusal refusal(refused, 1);
     const std::string error = error_of([&] { decode::run_on_threads(4, [&](std::size_t) { ++num_begun; }); });
-    CHECK_THAT(error,
-               Contains("the thread of rank " + std::to_string(refused + 1) + " of 4 cannot be started"));
+    CHECK_THAT(error, ContainsSubstring("the thread of rank " + std::to_string(refused + 1) +
+                                        " of 4 cannot be started"));
     CHECK(num_begun == 0);
   }
 }
@@ -66,7 +66,7 @@ TEST_CASE("a frontend whose reader or writer cannot be started says so, and does
   for (int refused = 0; refused < 2; ++refused) {
     const Refusal refusal(refused, 1);
     const std::string error = error_of([&] { const decode::Frontend frontend(ends[0], ends[1]); });
-    CHECK_THAT(error, Contains("a thread for input and output cannot be started"));
+    CHECK_THAT(error, ContainsSubstring("a thread for input and output cannot be started"));
   }
   close(ends[0]);
   close(ends[1]);
@@ -91,7 +91,7 @@ TEST_CASE("a generation of which any thread cannot be started ends at once with 
       const Refusal refusal(first, count);
       const std::string error = error_of(generate);
       INFO("thread " << first << " of " << num_threads << ", " << count << " refused: " << error);
-      CHECK_THAT(error, Contains("cannot be started: Resource temporarily unavailable"));
+      CHECK_THAT(error, ContainsSubstring("cannot be started: Resource temporarily unavailable"));
       CHECK(seconds_since(start) < 10.0);
     }
   }
@@ -101,7 +101,7 @@ TEST_CASE("a generation of which any thread cannot be started ends at once with 
 TEST_CASE("a thread pool says which of its threads cannot be started") {
   const Refusal refusal(2, 1);
   CHECK_THAT(error_of([] { cpu::ThreadPool pool(8); }),
-             Contains("thread 3 of a ThreadPool of 8 cannot be started"));
+             ContainsSubstring("thread 3 of a ThreadPool of 8 cannot be started"));
 }
 
 TEST_CASE(
@@ -142,8 +142,9 @@ TEST_CASE("a process whose watch cannot be started is an error there, and named 
        })) {
     all += outcome.message + "\n";
   }
-  CHECK_THAT(all, Contains("the thread that watches the other ranks cannot be started") &&
-                      (Contains("its connection closed") || Contains("closed its connection")));
+  CHECK_THAT(all,
+             ContainsSubstring("the thread that watches the other ranks cannot be started") &&
+                 (ContainsSubstring("its connection closed") || ContainsSubstring("closed its connection")));
   CHECK(seconds_since(start) < 5.0);
 }
 

@@ -22,7 +22,7 @@
 
 namespace {
 
-using Catch::Matchers::Contains;
+using Catch::Matchers::ContainsSubstring;
 using nlohmann::json;
 using namespace helix::test;
 using helix::ErrorCode;
@@ -50,12 +50,12 @@ TEST_CASE("the table shows layouts, memory, what bounds them, and why others los
   const Run run = run_plan(kRack + "--ttl-ms 3 --frontier");
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("129.02 GB of KV a sequence"));
-  CHECK_THAT(run.output, Contains("best layouts by tokens/s/GPU"));
-  CHECK_THAT(run.output, Contains("helix KVP 8 x TPA 8, TPF 64 x EP 1"));
-  CHECK_THAT(run.output, Contains("bound by"));
-  CHECK_THAT(run.output, Contains("over the limit of 3 ms"));
-  CHECK_THAT(run.output, Contains("frontier of tokens/s/user"));
+  CHECK_THAT(run.output, ContainsSubstring("129.02 GB of KV a sequence"));
+  CHECK_THAT(run.output, ContainsSubstring("best layouts by tokens/s/GPU"));
+  CHECK_THAT(run.output, ContainsSubstring("helix KVP 8 x TPA 8, TPF 64 x EP 1"));
+  CHECK_THAT(run.output, ContainsSubstring("bound by"));
+  CHECK_THAT(run.output, ContainsSubstring("over the limit of 3 ms"));
+  CHECK_THAT(run.output, ContainsSubstring("frontier of tokens/s/user"));
 }
 
 TEST_CASE("JSON and CSV agree, and the frontier is what brute force finds") {
@@ -139,7 +139,7 @@ TEST_CASE("layouts with and without HOP-B are told apart in JSON and CSV") {
 
   std::set<std::string> rows;
   const std::vector<std::string> lines = split(read_file(scratch / "plan.csv"), '\n');
-  CHECK_THAT(lines[0], Contains(",gpus,hop_b,hop_b_slices,"));
+  CHECK_THAT(lines[0], ContainsSubstring(",gpus,hop_b,hop_b_slices,"));
   for (std::size_t i = 1; i < lines.size(); ++i) {
     const std::vector<std::string> cells = split(lines[i], ',');
     REQUIRE(cells.size() == split(lines[0], ',').size());
@@ -151,10 +151,11 @@ TEST_CASE("layouts with and without HOP-B are told apart in JSON and CSV") {
 
 TEST_CASE("powers of two of GPUs and stages are searched, which help and report say") {
   const Run help = run_plan("--help");
-  CHECK_THAT(help.output, Contains("powers of two of GPUs and of pipeline stages are searched"));
+  CHECK_THAT(help.output, ContainsSubstring("powers of two of GPUs and of pipeline stages are searched"));
   const Run run = run_plan("--model llama-3.1-8b --gpus 6 --context 1024");
   INFO(run.output);
-  CHECK_THAT(run.output, Contains("configurations on up to 6 GPUs, powers of two of GPUs and PP stages: "));
+  CHECK_THAT(run.output,
+             ContainsSubstring("configurations on up to 6 GPUs, powers of two of GPUs and PP stages: "));
 }
 
 TEST_CASE("the bits of fp8_ds_mla are those of the model's rows") {
@@ -165,7 +166,7 @@ TEST_CASE("the bits of fp8_ds_mla are those of the model's rows") {
                              model + " --json " + file);
     INFO(run.output);
     REQUIRE(run.exit_code == 0);
-    CHECK_THAT(run.output, Contains("KV " + printed + ", activations 16\n"));
+    CHECK_THAT(run.output, ContainsSubstring("KV " + printed + ", activations 16\n"));
     return json::parse(read_file(file)).at("bits").at("kv").get<double>();
   };
   CHECK(plan_of("deepseek-r1", "9.111") == 8.0 * 656 / 576);
@@ -188,7 +189,7 @@ TEST_CASE("a machine from a file gives appendix A's KV time") {
       (scratch / "machine.json").string() + " --json " + (scratch / "plan.json").string());
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("one large GPU"));
+  CHECK_THAT(run.output, ContainsSubstring("one large GPU"));
   double attention_us = 0;
   const json plan = json::parse(read_file(scratch / "plan.json"));
   for (const json& op : plan.at("best").at("operators")) {
@@ -207,8 +208,8 @@ TEST_CASE("names from files are printed on one line, control characters as text"
                            " --model '" + model + "'");
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains(R"(f\ng: )") && Contains(R"(a\nb\x1b[31m: 141 GB)"));
-  CHECK_THAT(run.output, Contains(R"(; c\td\x00e)") && !Contains("\x1b"));
+  CHECK_THAT(run.output, ContainsSubstring(R"(f\ng: )") && ContainsSubstring(R"(a\nb\x1b[31m: 141 GB)"));
+  CHECK_THAT(run.output, ContainsSubstring(R"(; c\td\x00e)") && !ContainsSubstring("\x1b"));
 }
 
 TEST_CASE("a strategy that is named twice is searched once") {
@@ -239,7 +240,7 @@ TEST_CASE("a machine's file decides a plan's times") {
                (scratch / "machine.json").string() + " --json " + (scratch / "plan.json").string());
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("200 GB a GPU, 100.0 usable; made up"));
+  CHECK_THAT(run.output, ContainsSubstring("200 GB a GPU, 100.0 usable; made up"));
   std::map<std::string, json> operators;
   const json plan = json::parse(read_file(scratch / "plan.json"));
   for (const json& op : plan.at("best").at("operators")) {
@@ -322,7 +323,8 @@ TEST_CASE("a config.json and a checkpoint's folder are models") {
     const Run run = run_plan("--model " + model + " --gpus 4 --context 1024");
     INFO(run.output);
     CHECK(run.exit_code == 0);
-    CHECK_THAT(run.output, Contains("experts_gate_up (MoE)") && Contains("value_up_projection"));
+    CHECK_THAT(run.output,
+               ContainsSubstring("experts_gate_up (MoE)") && ContainsSubstring("value_up_projection"));
   }
 }
 
@@ -378,7 +380,7 @@ TEST_CASE("report and timeline of a model whose layers are all windowed show its
   INFO(many);
   REQUIRE(std::regex_search(many, slices, std::regex("HOP-B in ([0-9]+) slices")));
   std::string timeline = read_file(scratch / "timeline.svg");
-  CHECK_THAT(timeline, Contains("with HOP-B in " + slices[1].str() + " slices"));
+  CHECK_THAT(timeline, ContainsSubstring("with HOP-B in " + slices[1].str() + " slices"));
   const auto bars = [&] {
     const std::regex bar("<rect");
     return std::distance(std::sregex_iterator(timeline.begin(), timeline.end(), bar), std::sregex_iterator());
@@ -386,7 +388,7 @@ TEST_CASE("report and timeline of a model whose layers are all windowed show its
   CHECK(bars() > 20 + 2 * std::stoi(slices[1].str()));
   plan(" --batch 1");  // one sequence cannot be two slices
   timeline = read_file(scratch / "timeline.svg");
-  CHECK_THAT(timeline, Contains("with HOP-B in 1 slice: ") && !Contains("HOP-B 8"));
+  CHECK_THAT(timeline, ContainsSubstring("with HOP-B in 1 slice: ") && !ContainsSubstring("HOP-B 8"));
   CHECK(bars() > 20);
 }
 
@@ -484,7 +486,7 @@ TEST_CASE("measurements change a plan's machine") {
                            kFourGpuResults);
   INFO(run.output);
   CHECK(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("h200, calibrated") && Contains("measured over 4 ranks"));
+  CHECK_THAT(run.output, ContainsSubstring("h200, calibrated") && ContainsSubstring("measured over 4 ranks"));
 }
 
 /// Whether tags nest, attributes are quoted and text is escaped: the only XML that a picture may use.
@@ -531,11 +533,11 @@ TEST_CASE("pictures are well-formed, whatever the machine is called") {
     INFO(name);
     const std::string svg = read_file(scratch / "new/folder" / name);
     CHECK(is_well_formed(svg));
-    CHECK_THAT(svg, Contains("&lt;b&gt;&amp;") || !Contains("llama"));
-    CHECK_THAT(svg, !Contains("nan") && !Contains("inf\""));
+    CHECK_THAT(svg, ContainsSubstring("&lt;b&gt;&amp;") || !ContainsSubstring("llama"));
+    CHECK_THAT(svg, !ContainsSubstring("nan") && !ContainsSubstring("inf\""));
   }
   CHECK_THAT(read_file(scratch / "new/folder/timeline.svg"),
-             Contains("without HOP-B") && Contains("with HOP-B in 4 slices"));
+             ContainsSubstring("without HOP-B") && ContainsSubstring("with HOP-B in 4 slices"));
 }
 
 void check_refused(const std::vector<BadInput>& cases) {
@@ -711,14 +713,14 @@ TEST_CASE("results of benchmarks that are broken or no results give one clear er
          {"name": "exchange/kvp:2/tokens:1/heads:128/dim:128", "us": 9, "bytes": 33280}]})"));
   INFO(one.output);
   CHECK(one.exit_code == 0);
-  CHECK_THAT(one.output, Contains("1 of 1 rows"));
+  CHECK_THAT(one.output, ContainsSubstring("1 of 1 rows"));
 }
 
 TEST_CASE("counts may have suffixes and exponents, and a wrong one is named") {
   const Run run = run_plan(kLlama + "--context 128K --gpus 8e0 --max-batch 0.5K --top 1");
   INFO(run.output);
   CHECK(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("context 131072 tokens"));
+  CHECK_THAT(run.output, ContainsSubstring("context 131072 tokens"));
   check_refused({{kLlama + "--context 128kB", {"--context", "'128kB' is no count"}},
                  {kLlama + "--context 1e40", {"--context", "'1e40' is too large"}},
                  {kLlama + "--gpus 1.5", {"--gpus", "'1.5' is not whole"}},
@@ -729,7 +731,7 @@ TEST_CASE("counts may have suffixes and exponents, and a wrong one is named") {
 TEST_CASE("the version is one line") {
   const Run run = run_plan("--version");
   CHECK(run.exit_code == 0);
-  CHECK_THAT(run.output, Catch::Matchers::StartsWith("helix-plan ") && Contains("CUDA: "));
+  CHECK_THAT(run.output, Catch::Matchers::StartsWith("helix-plan ") && ContainsSubstring("CUDA: "));
 }
 
 TEST_CASE("errors go to standard error alone") {
@@ -773,7 +775,7 @@ TEST_CASE("helix-decode refuses an automatic topology beside a given one, and ra
     const Run run = run_command(decode + arguments);
     INFO(arguments << "\n" << run.output);
     CHECK(run.exit_code == 1);
-    CHECK_THAT(run.output, Contains(words));
+    CHECK_THAT(run.output, ContainsSubstring(words));
   };
   fails_with("--topology auto --ranks 4 --kvp 2", "--kvp");
   fails_with("--ranks 4", "--topology auto");
@@ -802,12 +804,12 @@ TEST_CASE("output that cannot be written is an error and leaves no half of a fil
                                 (std::string(option) == "--pictures " ? "" : "/file"));
     INFO(full.output);
     CHECK(full.exit_code == 1);
-    CHECK_THAT(full.output, Contains("cannot be written"));
+    CHECK_THAT(full.output, ContainsSubstring("cannot be written"));
     CHECK(std::filesystem::is_empty(folder));
   }
   const Run early = run_script(plan + "--pictures /dev/null/pictures");
   CHECK(early.exit_code == 1);
-  CHECK_THAT(early.output, Contains("/dev/null/pictures"));
+  CHECK_THAT(early.output, ContainsSubstring("/dev/null/pictures"));
 }
 
 TEST_CASE("files that wait or claim absurd sizes are refused") {
@@ -818,7 +820,7 @@ TEST_CASE("files that wait or claim absurd sizes are refused") {
     const Run run = run_plan((option == "--check " ? "" : "--model llama-3.1-8b ") + option + fifo);
     INFO(run.output);
     CHECK(run.exit_code == 1);
-    CHECK_THAT(run.output, Contains("a FIFO"));
+    CHECK_THAT(run.output, ContainsSubstring("a FIFO"));
   }
   const auto calibrate = [&](const std::string& name) {
     write_file(scratch / "bench.json", R"({"benchmarks":[{"name":")" + name +
@@ -834,7 +836,7 @@ TEST_CASE("files that wait or claim absurd sizes are refused") {
     const Run run = calibrate(name);
     INFO(run.output);
     CHECK(run.exit_code == 1);
-    CHECK_THAT(run.output, Contains(says));
+    CHECK_THAT(run.output, ContainsSubstring(says));
   }
 }
 

@@ -84,7 +84,7 @@ inline void check_refused(const std::string& program, const std::string& name,
     CHECK(run.output.find('\n', message) == run.output.size() - 1);
     CHECK(run.output.find('\x1b') == std::string::npos);
     for (const std::string& word : bad.words)
-      CHECK_THAT(run.output.substr(message), Catch::Matchers::Contains(word));
+      CHECK_THAT(run.output.substr(message), Catch::Matchers::ContainsSubstring(word));
   }
 }
 
