@@ -21,7 +21,8 @@ struct Fp8BlockConfig {
   std::int64_t block_cols = 128;
 };
 
-/// A checked model description. Absent optional keys have transformers' default values.
+/// A checked model description. Absent keys have transformers' default values, except sizes of latent
+/// attention and of experts, which must be given.
 struct ModelConfig {
   std::string model_type;
   /// Model sizes. Sizes that no layer uses are left out, because they must not forbid a topology.
