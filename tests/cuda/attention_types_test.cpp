@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <tuple>
 #include <vector>
 
 #include <helix/cuda/backend.hpp>
@@ -136,10 +135,13 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 without scales takes the stored v
 TEMPLATE_TEST_CASE("attention on a GPU of e4m3 that is NaN gives NaN", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
-  for (const auto& [pool, d, dv] : {std::tuple{helix_pool, 128, 128},
-                                    {vllm_pool, 64, 64},
-                                    {helix_pool, 72, 72},
-                                    {latent_pool, 576, 512}}) {
+  struct Rows {
+    MakeKvPool pool;
+    std::int64_t d;
+    std::int64_t dv;
+  };
+  for (const auto& [pool, d, dv] :
+       {Rows{helix_pool, 128, 128}, {vllm_pool, 64, 64}, {helix_pool, 72, 72}, {latent_pool, 576, 512}}) {
     AttentionCase c;
     c.kv_dtype = DType::fp8_e4m3;
     c.kv_heads = pool == latent_pool ? 1 : 2;
