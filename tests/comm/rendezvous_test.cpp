@@ -324,20 +324,26 @@ TEST_CASE("connections that rank 0 cannot accept are not said to be missing") {
   std::thread rank_0([&] { outcome = outcome_of({.rank = 0, .size = 2, .port = port, .timeout = 1s}); });
   CHECK(Stranger(port, "").is_connected());  // it listens now
   const helix::comm::Socket late(::socket(AF_INET, SOCK_STREAM, 0));
+  int connected = -1;
+  // Sanitizers open files to check objects of a type that they have not seen. So they see these before there
+  // are none left, and nothing is checked then.
+  const std::string words = helix::comm::words_of(EMFILE);
+  CHECK(outcome_of({.rank = 2, .size = 2}).code == ErrorCode::invalid_argument);
   {
     const FewOpenFiles none(1);
     sockaddr_in target{};
     target.sin_family = AF_INET;
     target.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     target.sin_port = htons(static_cast<std::uint16_t>(port));
-    CHECK(::connect(late.fd(), reinterpret_cast<const sockaddr*>(&target), sizeof(target)) == 0);
+    connected = ::connect(late.fd(), reinterpret_cast<const sockaddr*>(&target), sizeof(target));
     rank_0.join();
   }
+  CHECK(connected == 0);
   CHECK(outcome.code == ErrorCode::io);
   CHECK_THAT(outcome.message,
              ContainsSubstring("rank 1 of 2 could not be admitted within 1 s: connections wait on port " +
                                std::to_string(port)) &&
-                 ContainsSubstring("Too many open files"));
+                 ContainsSubstring(words));
 }
 
 TEST_CASE("a message names up to 16 ranks, and what follows them stays") {
