@@ -89,7 +89,8 @@ if $without_cuda; then
   build+="-no-cuda"
   cmake_options+=(-DHELIX_CUDA=OFF)
 elif [[ "$preset" == cpu ]]; then
-  cmake_options+=("-DHELIX_CUDA=${HELIX_CUDA:-AUTO}")
+  cuda="${HELIX_CUDA:-AUTO}"
+  cmake_options+=("-DHELIX_CUDA=${cuda^^}")
 fi
 if command -v ccache >/dev/null; then
   cmake_options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)

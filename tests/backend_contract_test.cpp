@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backend contract over every Backend of this build that needs no GPU.
+#include <helix/backend/optional.hpp>
 #include <helix/contract/backend.hpp>
 #include <helix/cpu/backend.hpp>
 
@@ -16,6 +17,29 @@ class ThreadedCpuBackend : public CpuBackend {
  public:
   ThreadedCpuBackend() : CpuBackend(3) {}
 };
+
+template <class B>
+constexpr bool has_no_reduce_norm = requires {
+  &helix::detail::WithOptionalNames<B>::reduce_norm;
+};
+struct WithoutIt {};
+struct WithOtherArguments {
+  void reduce_norm(int);
+};
+struct WithTwo {
+  void reduce_norm(int);
+  void reduce_norm(int, int);
+};
+struct WithTemplate {
+  template <class T>
+  requires(sizeof(T) > 100) void reduce_norm(T);
+};
+class WithPrivate {
+  void reduce_norm(int);
+};
+static_assert(has_no_reduce_norm<WithoutIt> && has_no_reduce_norm<CpuBackend>);
+static_assert(!has_no_reduce_norm<WithOtherArguments> && !has_no_reduce_norm<WithTwo>);
+static_assert(!has_no_reduce_norm<WithTemplate> && !has_no_reduce_norm<WithPrivate>);
 
 // A macro, because Catch2 takes types only as tokens.
 #define HELIX_ALL_BACKENDS CpuBackend, ThreadedCpuBackend, RecordingBackend, ReferenceBackend

@@ -232,8 +232,8 @@ void LocalLinks::send_message(int rank, std::span<const std::byte> message, int 
                         patience.deadline(), check);
   }
   if (transfer == Transfer::done) return;
-  HELIX_EXPECTS(transfer == Transfer::closed, ErrorCode::timeout, "rank ", rank, " read nothing for ",
-                seconds(bootstrap_.timeout()), " s from its local socket");
+  HELIX_EXPECTS(transfer == Transfer::closed, ErrorCode::timeout, "rank ", rank,
+                " read too little from its local socket within ", seconds(bootstrap_.timeout()), " s");
   check_after_close(check);
   throw Error(ErrorCode::peer_failed, "the local socket to rank ", rank, " is closed");
 }

@@ -291,8 +291,9 @@ class Reception {
     if (why_not_accepted_ != 0) {
       text += message({" could not be admitted within ", seconds(options_.timeout),
                        " s: connections wait on port ", options_.port,
-                       ", but rank 0 cannot accept them: ", words_of(why_not_accepted_),
-                       " (its limit of open files, ulimit -n, is ", open_files().limit, ")"});
+                       ", but rank 0 cannot accept them: ", words_of(why_not_accepted_)});
+      if (why_not_accepted_ == EMFILE)
+        text += message({" (its limit of open files, ulimit -n, is ", open_files().limit, ")"});
       return Objection{ErrorCode::io, std::move(text)};
     }
     text += message(

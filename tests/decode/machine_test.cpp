@@ -51,22 +51,22 @@ TEST_CASE("the cores of a container are its quota of a period, rounded up", "[qu
 }
 
 TEST_CASE("a group of v2 has the least limit on the way to the root", "[quick]") {
-  const Tree tree("0::/user.slice/session.scope\n");
+  const Tree tree("0::/user.slice/job.scope\n");
   CHECK_FALSE(memory_limit(tree.cgroups()));
   CHECK_FALSE(cpu_limit(tree.cgroups()));
-  tree.write("user.slice/session.scope/memory.max", "max\n");
-  tree.write("user.slice/session.scope/cpu.max", "max 100000\n");
+  tree.write("user.slice/job.scope/memory.max", "max\n");
+  tree.write("user.slice/job.scope/cpu.max", "max 100000\n");
   CHECK_FALSE(memory_limit(tree.cgroups()));
   CHECK_FALSE(cpu_limit(tree.cgroups()));
   tree.write("user.slice/memory.max", "4096\n");
   tree.write("user.slice/cpu.max", "250000 100000\n");
   CHECK(memory_limit(tree.cgroups()) == 4096);
   CHECK(cpu_limit(tree.cgroups()) == 3);
-  tree.write("user.slice/session.scope/memory.max", "8192\n");
-  tree.write("user.slice/session.scope/cpu.max", "100000 100000\n");
+  tree.write("user.slice/job.scope/memory.max", "8192\n");
+  tree.write("user.slice/job.scope/cpu.max", "100000 100000\n");
   CHECK(memory_limit(tree.cgroups()) == 4096);
   CHECK(cpu_limit(tree.cgroups()) == 1);
-  // Other groups, and files of v1 under a path of v2 that says less.
+  // Other groups do not count.
   tree.write("system.slice/memory.max", "1\n");
   tree.write("user.slice/other.scope/memory.max", "1\n");
   CHECK(memory_limit(tree.cgroups()) == 4096);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optional members of backends. Library code calls them where a call compiles, and else does without; a
-// member of that name that takes other arguments is refused, because it would be passed over silently.
+// Optional members of backends. Library code calls them where a call compiles, and else does without. A
+// member of that name that takes other arguments is refused, as it would be passed over silently; in a class
+// that is final it is.
 #pragma once
 
 #include <type_traits>
