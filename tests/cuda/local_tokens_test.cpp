@@ -20,7 +20,7 @@ KvView view_of(std::int64_t max_pages, std::int64_t page_tokens) {
   kv.format.page_tokens = page_tokens;
   kv.num_pages = 100;
   kv.max_pages = max_pages;
-  return kv;
+  return kv.whole();
 }
 
 void check(const Batch& batch, const KvView& kv) {
