@@ -7,6 +7,7 @@
 
 #include <helix/cpu/backend.hpp>
 
+#include "cpu/batch_offsets.hpp"
 #include "cpu/kv_rows.hpp"
 #include "cpu/row_tasks.hpp"
 
@@ -155,16 +156,14 @@ void Operators::rope(const RopeArgs<float>& args, Stream stream) const {
 void Operators::append_kv(const AppendKvArgs<float>& args, Stream stream) const {
   detail::check_append_kv(args);
   const std::int64_t tokens = args.batch.num_tokens();
-  stream.enqueue([args, tokens, pool = pool_] {
+  if (tokens == 0) return;
+  stream.enqueue([args, tokens, host_offsets = BatchOffsets(args.batch), pool = pool_] {
     const KvView& kv = args.kv;
     with_kv_rows(kv, [&](const auto& rows) {
       const std::int32_t* offsets = args.batch.query_offsets;
       const std::int64_t sequences = args.batch.num_sequences();
-      if (sequences == 0) return;
+      host_offsets.check("append_kv", {offsets, static_cast<std::size_t>(sequences + 1)});
       const std::int64_t first = offsets[0];
-      HELIX_EXPECTS(offsets[sequences] - first == tokens, ErrorCode::invalid_argument,
-                    "append_kv: the batch has ", tokens, " tokens by its query_offsets_host and ",
-                    offsets[sequences] - first, " by its query_offsets; give the same in both");
       const std::int64_t row_elements =
           args.k.extent(1) * args.k.extent(2) + args.v.extent(1) * args.v.extent(2);
       for_each_row(*pool, tokens, row_elements, [&](std::int64_t row) {

@@ -21,6 +21,7 @@
 #include <helix/lse.hpp>
 
 #include "cpu/attention/task.hpp"
+#include "cpu/batch_offsets.hpp"
 #include "cpu/kv_rows.hpp"
 #include "cpu/target_slot.hpp"
 #include "cpu/tuner.hpp"
@@ -168,8 +169,12 @@ class PartialAttention {
  private:
   std::int64_t out_row(std::int64_t token) const { return token - args_.target.first_token; }
 
+  /// @throws Error(invalid_argument) if the token's position is beyond all limits.
   TokenRange visible(std::int64_t token) const {
-    return args_.kv.layout.visible(args_.batch.positions[token], args_.window, args_.kv.kvp_rank);
+    const std::int64_t position = args_.batch.positions[token];
+    HELIX_EXPECTS(position < kMaxTokens, ErrorCode::invalid_argument, "partial_attention: token ", token,
+                  " is at position ", position, "; positions are below ", kMaxTokens);
+    return args_.kv.layout.visible(position, args_.window, args_.kv.kvp_rank);
   }
 
   /// @throws Error(invalid_argument) if a token sees a position without a page.
@@ -397,11 +402,8 @@ void Operators::partial_attention(const PartialAttentionArgs<float>& args, Strea
   if (args.batch.num_tokens() == 0) return;
   PartialAttentionArgs<float> queued = args;  // refers to offsets that the caller need not keep
   queued.batch.query_offsets_host = {args.batch.query_offsets, args.batch.query_offsets_host.size()};
-  const std::int64_t tokens = args.batch.num_tokens();
-  stream.enqueue([args = queued, tokens, pool = pool_] {
-    HELIX_EXPECTS(args.batch.num_tokens() == tokens, ErrorCode::invalid_argument,
-                  "partial_attention: the batch has ", tokens, " tokens by its query_offsets_host and ",
-                  args.batch.num_tokens(), " by its query_offsets; give the same in both");
+  stream.enqueue([args = queued, host_offsets = BatchOffsets(args.batch), pool = pool_] {
+    host_offsets.check("partial_attention", args.batch.query_offsets_host);
     PartialAttentionArgs<float> now = args;
     now.target = in_slot(args.target);
     PartialAttention(now, *pool).run();

@@ -335,6 +335,17 @@ TEST_CASE("append_kv and gather_rows refuse what would read past their inputs") 
   };
   CHECK_THROWS_WITH(run(1, append),
                     Catch::Matchers::ContainsSubstring("has 2 tokens by its query_offsets_host"));
+  const std::vector<std::int32_t> host_of_two{0, 2, 2};
+  const std::vector<std::int32_t> device_of_two{0, 0, 2};
+  const auto append_to_two = [&](const Operators& ops, auto stream) {
+    ops.append_kv({{rows.data(), {2, 1, 1}},
+                   {rows.data(), {2, 1, 1}},
+                   {host_of_two, device_of_two.data(), positions.data(), &zero},
+                   kv},
+                  stream);
+  };
+  CHECK_THROWS_WITH(run(1, append_to_two),
+                    Catch::Matchers::ContainsSubstring("append_kv: the batch's 2 tokens are divided"));
 
   std::vector<float> out(2);
   for (const std::int32_t row : {-1, 4}) {

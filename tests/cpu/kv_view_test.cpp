@@ -153,6 +153,7 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
 struct Attended {
   Readable readable{false};
   std::vector<std::int32_t> offsets{0, 1, 3};
+  std::vector<std::int32_t> others = offsets;
   std::vector<std::int64_t> positions{1, 0, 1};
   std::vector<std::int32_t> slots{0, 0};
   std::vector<std::int64_t> lengths{2};
@@ -193,6 +194,19 @@ TEST_CASE("attention of a batch that cannot be read is an Error that names its f
       {"query_offsets_host[2] is 3; it must be in [4, ", [](Attended& a) { a.offsets[1] = 4; }},
       {"query_offsets_host[2] is 2147483647", [](Attended& a) { a.offsets[2] = INT32_MAX; }},
       {"has 2 sequences and 1 in lengths_host", [](Attended& a) { a.args.batch.lengths_host = a.lengths; }},
+      {"has 3 tokens by its query_offsets_host and 2 by its query_offsets",
+       [](Attended& a) {
+         a.others = {0, 1, 2};
+         a.args.batch.query_offsets = a.others.data();
+       }},
+      {"partial_attention: the batch's 3 tokens are divided among its sequences in one way",
+       [](Attended& a) {
+         a.others = {0, 2, 3};
+         a.args.batch.query_offsets = a.others.data();
+       }},
+      {"token 1 is at position 1099511627776; positions are below 1099511627776",
+       [](Attended& a) { a.positions[1] = kMaxTokens; }},
+      {"token 0 is at position 9223372036854775807", [](Attended& a) { a.positions[0] = INT64_MAX; }},
   });
 }
 
