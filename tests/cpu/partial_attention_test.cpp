@@ -190,6 +190,40 @@ TEST_CASE("a query of NaN does not pass for one that sees nothing") {
   }
 }
 
+TEST_CASE("a query whose scores are all -inf gets zeros and an lse of -inf, however many tokens it sees") {
+  for (const std::int64_t heads : {1, 8, 24}) {         // one kernel each
+    for (const std::int64_t length : {8, 300, 5000}) {  // unsplit, and in splits
+      CAPTURE(heads, length);
+      std::vector<float> pages(World::at(2 * length * 16), 1.0f);
+      const std::vector<float> q(World::at(heads * 16), -3e38f);
+      std::vector<float> out(World::at(heads * 16), -1.0f);
+      std::vector<float> lse(World::at(heads), -1.0f);
+      const std::vector<std::int32_t> offsets{0, 1};
+      const std::int64_t position = length - 1;
+      const std::int32_t zero = 0;
+      helix::cpu::Operators operators(2);
+      helix::cpu::Stream stream = operators.create_stream();
+      std::vector<std::byte> workspace(operators.partial_attention_workspace_bytes(1, heads, 16, 16));
+      helix::PartialAttentionArgs<float> args;
+      args.q = {q.data(), {1, heads, 16}};
+      args.batch = {offsets, offsets.data(), &position, &zero};
+      args.kv =
+          helix::KvView::of_pool(pages.data(), helix::KvFormat::head_major(DType::f32, 1, 16, 16, length), 1)
+              .whole();
+      args.kv.max_pages = 1;
+      args.kv.page_table = &zero;
+      args.target.out = {out.data(), {1, heads, 16}};
+      args.target.lse = {lse.data(), {1, heads}};
+      args.scale = 1.0f;
+      args.workspace = workspace;
+      operators.partial_attention(args, stream);
+      operators.synchronize(stream);
+      CHECK(out == std::vector<float>(out.size(), 0.0f));
+      CHECK(lse == std::vector<float>(lse.size(), -INFINITY));
+    }
+  }
+}
+
 TEST_CASE("the workspace of absurd sizes is absurd and not small") {
   using namespace helix;
   const cpu::Operators operators;

@@ -137,8 +137,9 @@ HWY_INLINE void store(const State& s) {
       std::fill_n(out, task.value_dim, 0.0f);
       lse = -kInfinity;
     } else {
-      store_pair_order<T>(s.acc + row * s.dv, task.value_dim,
-                          task.value_scale * kDecodeFactor<T> / s.sum[row], out);
+      // All scores may be -inf: zeros then, as of a row that sees nothing.
+      const float factor = s.sum[row] == 0.0f ? 0.0f : task.value_scale * kDecodeFactor<T> / s.sum[row];
+      store_pair_order<T>(s.acc + row * s.dv, task.value_dim, factor, out);
       lse = s.max[row] * kLn2 + std::log(s.sum[row]);
     }
   }
