@@ -96,6 +96,13 @@ void use_device(int device) {
   HELIX_CUDA_CHECK(cudaSetDevice(device));
 }
 
+std::string device_name(int device) {
+  use_device(device);
+  cudaDeviceProp properties{};
+  HELIX_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+  return properties.name;
+}
+
 DeviceMemory device_memory(int device) {
   use_device(device);
   DeviceMemory memory;

@@ -86,7 +86,7 @@ class Machines : public decode::Launcher {
 };
 
 std::string field_of(const decode::Job& job, std::string_view name) {
-  for (const decode::JobField& field : job.fields()) {
+  for (const decode::JobField& field : job.fields("a processor")) {
     if (field.name == name) return field.value;
   }
   return "";
@@ -251,6 +251,16 @@ TEST_CASE("the cores of a machine are shared by the ranks on it, not by those of
   given.insert(given.end(), {"--threads", "3"});
   const decode::Job three = model.job(given, Machines(1));
   CHECK(decode::threads_per_rank(three.launch, *three.topo) == 3);
+}
+
+TEST_CASE("processes whose model routes to experts must compute with the same kernels", "[quick]") {
+  const auto options_for = [](const char* model) {
+    return options_of({"--model", (std::filesystem::path(HELIX_TEST_DATA) / model).string(), "--device",
+                       "cpu", "--prompt-ids", "1"});
+  };
+  const auto launcher = decode::make_thread_launcher();
+  CHECK(field_of(decode::Job(options_for("deepseek-tiny"), *launcher), "kernels for") == "a processor");
+  CHECK(field_of(decode::Job(options_for("llama-tiny"), *launcher), "kernels for").empty());
 }
 
 TEST_CASE("processes take the prompts that the least memory has room for, where no option says", "[quick]") {

@@ -202,7 +202,7 @@ bool Job::is_plan_inside_gpus(const Launcher& launcher) const {
   });
 }
 
-JobFields Job::fields() const {
+JobFields Job::fields(const std::string& processor) const {
   JobFields fields;
   add_fields(fields, launch);
   add_fields(fields, checkpoint);
@@ -213,6 +213,8 @@ JobFields Job::fields() const {
   if (options.is_prefill_auto) std::ranges::find(fields, "--prefill-tokens", &JobField::name)->value = "auto";
   add_fields(fields, options);
   fields.push_back({"eos_token_id", fmt::format("{}", fmt::join(config.eos_ids, ", "))});
+  // Each rank chooses experts for itself. Another order of sums would at times choose others.
+  if (config.shape.num_experts() > 0) fields.push_back({"kernels for", processor});
   return fields;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <helix/topology.hpp>
@@ -39,8 +40,8 @@ struct Job {
   void set_room(const PromptRoom& agreed);
 
   /// The values that must be equal in all processes of the job. Values that each process chose by its memory
-  /// are not among them: room() holds those.
-  JobFields fields() const;
+  /// are not among them: room() holds those. `processor` is Launcher::processor().
+  JobFields fields(const std::string& processor) const;
 
  private:
   /// Chooses how prompts are computed if the command line leaves it open, and plans memory.

@@ -111,6 +111,9 @@ class Launcher {
   virtual int gpu() const { return 0; }
   /// Number of the job's ranks on this process's machine; 0 means that all ranks are threads of this process.
   virtual int num_local_ranks() const { return 0; }
+  /// What this process computes with: the instruction sets of its CPU, or the model of its GPU. Kernels of
+  /// different ones round differently.
+  virtual std::string processor() const { return cpu::instruction_set(); }
   /// Compares the machines of the processes. Collective, called before agree(), with a bounded wait. Does
   /// nothing if no decision depends on the machines.
   virtual void compare_machines() {}

@@ -210,6 +210,7 @@ class CudaLauncher : public Launcher {
   int rank() const override { return bootstrap_.rank(); }
   int size() const override { return bootstrap_.size(); }
   int gpu() const override { return bootstrap_.local_rank(); }
+  std::string processor() const override { return cuda::device_name(gpu()); }
   std::string describe_devices(const Topology&, const LaunchOptions& options) const override {
     return "device: cuda, " + std::to_string(size()) + " processes with a GPU each, over " +
            std::string(transport_of(options));

@@ -167,7 +167,8 @@ int main(int argc, char** argv) {
       try {
         if (!options->tuning.empty()) helix::cpu::fix_tuning(options->tuning);
         job.emplace(std::move(*options), *launcher);
-        if (launcher->has_processes()) statement.fields = job->fields();  // this reads samples of all weights
+        if (launcher->has_processes())
+          statement.fields = job->fields(launcher->processor());  // this reads samples of all weights
       } catch (const std::exception& error) {
         statement.error = error.what();
       }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include <helix/backend.hpp>
@@ -50,6 +51,11 @@ enum class ProductInputs : std::uint8_t {
 /// Whether this machine multiplies bf16 by bf16 (AVX-512 bf16 or AMX). If not, ProductInputs::bf16 gives the
 /// same results up to the order of sums, no faster than f32.
 HELIX_API bool has_bf16_products() noexcept;
+
+/// The instruction sets that kernels use on this machine, such as "AVX3_ZEN4 with bf16 dots". Where it is the
+/// same, so are the bits of all operations. Ranks whose model routes to experts need the same, see
+/// RouterLogitsArgs.
+HELIX_API std::string instruction_set();
 
 /// The operations of one rank on host threads, without communicators. Each is queued on the stream and takes
 /// one args struct; the struct's header in helix/backend/ says what it computes. Several threads may call an

@@ -25,6 +25,10 @@ HELIX_API int device_count();
 /// Why device_count() is 0, in the driver's words; empty if it is not 0.
 HELIX_API std::string no_device_reason();
 
+/// The driver's name of the model of `device`, such as "NVIDIA H200".
+/// @throws Error(unsupported) if there is no such device.
+HELIX_API std::string device_name(int device);
+
 /// Memory of a GPU, as the driver counts it now.
 struct DeviceMemory {
   std::size_t free_bytes = 0;   ///< Bytes that no process has taken.
