@@ -31,11 +31,14 @@ struct WeightView {
   bool empty() const { return data == nullptr; }
 };
 
-/// Rotary embedding of one model. The angle of pair i at position p is p * inverse_frequency[i].
+/// Rotary embedding of one model. The angle of pair i at position p is float(p) * inverse_frequency[i],
+/// rounded to f32, as the models' own code has it: off by up to 2^-24 of the angle, or twice that beyond
+/// position 2^24, from where on neighbouring positions may share an angle. Keys that another engine stores
+/// must follow the same rule.
 struct RopeView {
   /// [rotary_dim / 2], device memory, with llama3, linear or yarn scaling applied.
   const float* inverse_frequency = nullptr;
-  std::int64_t rotary_dim = 0;
+  std::int64_t rotary_dim = 0;  ///< Columns of a head that are rotated, even; 0: none.
   bool is_interleaved = false;  ///< Pairs (2i, 2i+1) as DeepSeek stores them, else (i, i + rotary_dim/2).
   float magnitude = 1.0f;       ///< Factor on cos and sin (yarn).
 };
@@ -111,7 +114,7 @@ struct HeadRmsNormArgs {
 };
 
 /// Arguments of rope(): out = `in` with the first rotary_dim elements of each head rotated and the rest
-/// copied.
+/// copied. Tokens at a position below 0 are copied.
 template <class T>
 struct RopeArgs {
   TensorView<const T, 3> in;  ///< [tokens, H, >= rotary_dim], last stride 1; heads may share one row.
@@ -189,7 +192,9 @@ enum class RouterScoring : std::uint8_t {
 };
 
 /// Arguments of router_logits(): out[t, e] = sum_k in[t, k] * weight[e, k], in f32 whatever T is. Rounded to
-/// 16 bits, logits that lie close together would choose experts by their rounding.
+/// 16 bits, logits that lie close together would choose experts by their rounding. Every rank of a stage
+/// routes for itself, and all must choose the same experts: the bits of out may depend only on the values of
+/// `in` and `weight` and on what all ranks have alike.
 template <class T>
 struct RouterLogitsArgs {
   TensorView<const T, 2> in;  ///< [tokens, M].
@@ -209,7 +214,7 @@ struct RouteArgs {
   std::int64_t num_groups = 1;
   std::int64_t groups_kept = 1;  ///< Groups whose experts may be chosen; scores of the others count as -inf.
   bool normalize = false;        ///< Divide the weights by (their sum + 1e-20).
-  float scale = 1.0f;
+  float scale = 1.0f;            ///< Factor on the weights, after normalize.
   TensorView<std::int32_t, 2> experts;  ///< [tokens, top_k], written, best first.
   TensorView<float, 2> weights;         ///< [tokens, top_k], written.
 };

@@ -75,12 +75,13 @@ inline void rope(const RopeArgs<float>& args) {
     for (std::int64_t h = 0; h < args.in.extent(1); ++h) {
       for (std::int64_t i = 0; i < args.in.extent(2); ++i)
         head[static_cast<std::size_t>(i)] = args.in(t, h, i);
-      for (std::int64_t i = 0; i < pairs; ++i) {
+      const bool is_padding = pairs > 0 && args.positions[t] < 0;
+      for (std::int64_t i = 0; i < pairs && !is_padding; ++i) {
         const auto a = static_cast<std::size_t>(args.rope.is_interleaved ? 2 * i : i);
         const auto b = static_cast<std::size_t>(args.rope.is_interleaved ? 2 * i + 1 : i + pairs);
-        const double angle = static_cast<double>(args.positions[t]) * args.rope.inverse_frequency[i];
-        const double cosine = std::cos(angle) * args.rope.magnitude;
-        const double sine = std::sin(angle) * args.rope.magnitude;
+        const float angle = static_cast<float>(args.positions[t]) * args.rope.inverse_frequency[i];
+        const double cosine = std::cos(double{angle}) * args.rope.magnitude;
+        const double sine = std::sin(double{angle}) * args.rope.magnitude;
         const double x = head[a];
         const double y = head[b];
         head[a] = x * cosine - y * sine;
