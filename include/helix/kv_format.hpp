@@ -169,8 +169,10 @@ struct KvView {
   const float* v_scale = nullptr;
   /// Page ids, device memory. Page i of a sequence holds its local tokens [i * page_tokens, (i + 1) *
   /// page_tokens). The row of slot s begins at entry s * max_pages, or in a CSR list at entry page_begins[s].
+  /// Never null, also where the sequences of a step are so short that this rank has no page of them: any
+  /// aligned address will do there, because it is not read.
   const std::int32_t* page_table = nullptr;
-  std::int64_t max_pages = 0;  ///< Entries of a row; unused with page_begins.
+  std::int64_t max_pages = 0;  ///< Entries of a row, 1 at least; unused with page_begins.
   std::int64_t num_slots = 0;  ///< Rows of the table or of the CSR list; 0: not known and not checked.
   /// [slots + 1] row starts of a CSR list (FlashInfer's indptr), device memory, or null.
   const std::int32_t* page_begins = nullptr;
@@ -178,8 +180,12 @@ struct KvView {
   std::int64_t kvp_rank = -1;           ///< The shard that the pages hold; the caller's to give.
 
   /// A view of pool `pages` in a format made by KvFormat::head_major or KvFormat::latent. The caller fills in
-  /// the page table, layout and kvp_rank.
+  /// the page table, layout and kvp_rank. @throws Error(invalid_argument) if K and V have different strides:
+  /// they are in two pools then, as token_major() has them.
   static KvView of_pool(void* pages, const KvFormat& format, std::int64_t num_pages) {
+    HELIX_EXPECTS(format.is_latent || format.k == format.v, ErrorCode::invalid_argument,
+                  "KvView::of_pool: rows of K and of V have different strides, so they are in two pools; set "
+                  "k and v, or take a function of foreign_kv.hpp");
     auto* const bytes = static_cast<std::byte*>(pages);
     KvView view;
     view.format = format;

@@ -34,6 +34,13 @@ typename AttentionWorld<T>::Result AttentionWorld<T>::run(const cuda::Operators<
   kv.kvp_rank = kvp_rank;
   kv.page_table = upload(shard.lists.pages);
   kv.max_pages = shard.lists.max_pages;
+  const bool has_pages = std::any_of(c.sequences.begin(), c.sequences.end(), [&](const Sequence& sequence) {
+    return kv.layout.length(sequence.length, kvp_rank) > 0;
+  });
+  if (!has_pages) {
+    kv.page_table = reinterpret_cast<const std::int32_t*>(alignof(std::int32_t));  // must not be read
+    kv.max_pages = 1;
+  }
   if (c.is_csr) kv.page_begins = upload(shard.lists.begins);
   if (is_scaled()) {
     const float* scales = upload(scales_);

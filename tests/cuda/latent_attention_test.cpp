@@ -89,6 +89,9 @@ TEMPLATE_TEST_CASE("latents on a GPU: ragged batches, padding and empty shards",
     c.kvp = 2;
     CAPTURE(heads);
     CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    c.padding.clear();
+    c.sequences = {{1, 1}, {c.chunk, 1}};  // a rank without any page
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
   }
   AttentionCase many = latent_case<TestType>(3);
   many.sequences.clear();

@@ -112,6 +112,14 @@ TEMPLATE_TEST_CASE(
   c.padding.clear();
   for (std::int64_t token = 0; token < 120; ++token) c.padding.push_back(token);
   CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+  c.padding.clear();  // ranks without any page
+  c.kvp = 4;
+  c.chunk = 128;
+  c.sequences = {{128, 128}, {60, 20}};
+  for (const std::int64_t page_tokens : {16, 1}) {
+    c.page_tokens = page_tokens;
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+  }
 }
 
 TEMPLATE_TEST_CASE("attention on a GPU of many rows deals out query tiles of any lengths", "", f16, bf16) {

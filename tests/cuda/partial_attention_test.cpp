@@ -242,6 +242,12 @@ TEMPLATE_TEST_CASE("attention on a GPU gives padding and empty shards an output 
   c.sequences = uniform(3, {9, 0});
   c.padding.clear();
   CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+  c.kvp = 4;  // ranks without any page
+  c.sequences = {{2, 1}, {1, 1}, {c.chunk, 2}};
+  for (const bool is_csr : {false, true}) {
+    c.is_csr = is_csr;
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+  }
 }
 
 TEMPLATE_TEST_CASE("attention on a GPU of more sequences and rows than one launch holds", "", float, f16,
