@@ -152,7 +152,8 @@ std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std
 /// Attention runs over this rank's KV shard under KVP x TPA. The exchange and the combine leave each rank the
 /// exact attention of Hq/N heads. The output projection and the FFN use all N ranks (TPF x EP). K and V of
 /// the step's tokens are appended to the cache on the rank that owns each position; call
-/// ShardedKVCache::append() first to make room.
+/// ShardedKVCache::append() first to make room, so that positions are below its length(): operations see only
+/// that there are pages.
 ///
 /// Collective over the stage: every rank calls it with its own RankShape of the same topology, and with equal
 /// config and batch, equal hop_b_slices and follows_layer, and `normed` and `next_norm` given on all ranks or

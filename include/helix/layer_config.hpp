@@ -15,12 +15,12 @@ struct RouterConfig {
   std::int64_t num_groups = 1;
   std::int64_t groups_kept = 1;
   bool normalize = false;
-  float scale = 1.0f;
+  float scale = 1.0f;  ///< Factor on the experts' weights, after normalize.
 };
 
 /// Numbers of one layer that are not weights. They must be equal on all ranks.
 struct LayerConfig {
-  float norm_epsilon = 1e-5f;
+  float norm_epsilon = 1e-5f;         ///< Epsilon of the layer's norms, and of those of q and k.
   float latent_norm_epsilon = 1e-6f;  ///< Epsilon of MLA's norms of compressed queries and keys.
   float softmax_scale = 0.0f;
   std::int64_t window = 0;  ///< Sliding window in tokens; 0: none.

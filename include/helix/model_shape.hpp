@@ -13,9 +13,9 @@ namespace helix {
 struct MlaShape {
   std::int64_t q_lora_rank = 0;  ///< Compressed query size; 0: queries are projected from hidden.
   std::int64_t kv_lora_rank = 0;
-  std::int64_t qk_nope_head_dim = 0;
+  std::int64_t qk_nope_head_dim = 0;  ///< 0 will do for a cache, but not for decode_layer().
   std::int64_t qk_rope_head_dim = 0;
-  std::int64_t v_head_dim = 0;
+  std::int64_t v_head_dim = 0;  ///< As qk_nope_head_dim.
 
   /// Size of a query head before absorption.
   constexpr std::int64_t qk_head_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }

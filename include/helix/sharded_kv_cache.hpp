@@ -22,7 +22,8 @@ namespace helix {
 /// One rank's shard of the KV cache (invariants 2, 3, 9 and 11). Memory is allocated once, at addresses that
 /// never change, and pages stay untouched until tokens are written. Sequences share one pool; a token of one
 /// KV head exists on one rank. Each layer has one spare page after the pool's pages, for tokens that are
-/// stored before append(): on a CPU such a store is an Error(invalid_argument), on a GPU the tokens are lost.
+/// stored in pages which append() has not taken: on a CPU that is an Error(invalid_argument), on a GPU the
+/// tokens are lost. Within a sequence's last page nothing notices that append() was forgotten.
 ///
 /// Not collective, but all ranks of a stage must make the same calls with the same numbers. Each rank tracks
 /// the pages of all KVP ranks, and so decides as the others do without communicating. A call that is refused,
