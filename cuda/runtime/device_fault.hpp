@@ -8,6 +8,9 @@ namespace helix::cuda {
 
 /// Whether all later calls of this process fail too. The driver's errors have the same numbers.
 constexpr bool is_device_fault(cudaError_t error) {
+  // cudaErrorContained, of memory of a peer, and cudaErrorTensorMemoryLeak: not every toolkit has their
+  // names.
+  if (error == static_cast<cudaError_t>(226) || error == static_cast<cudaError_t>(721)) return true;
   switch (error) {
     case cudaErrorCudartUnloading:
     case cudaErrorECCUncorrectable:
@@ -22,6 +25,8 @@ constexpr bool is_device_fault(cudaError_t error) {
     case cudaErrorInvalidAddressSpace:
     case cudaErrorInvalidPc:
     case cudaErrorLaunchFailure:
+    case cudaErrorMpsClientTerminated:
+    case cudaErrorExternalDevice:
       return true;
     default:
       return false;

@@ -283,8 +283,9 @@ __device__ Ranked likeliest(const LogitRows<T>& rows, SharedState& shared) {
 /// The blocks of a cluster share a row and read it once for the largest logit. To draw, they read it once for
 /// the masses, and one to three times each for the nucleus, the draw and the token's id; top_k reads it up to
 /// three times more. Masses are integers, so the draw depends neither on threads nor on shards. It equals
-/// that of cpu::Operators, which sums in double, unless the random number falls within 1e-9 of the border
-/// between two tokens. Shared memory: 33 KiB. Latency-bound.
+/// that of cpu::Operators, which sums in double, unless the random number falls near the border between two
+/// tokens: masses are rounded to 2^-mass_bits of the largest, together up to 4e-9 of all with 131072 logits,
+/// 1.6e-8 with 262144. Shared memory: 33 KiB. Latency-bound.
 template <bool kIsAligned, class T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> args, int mass_bits) {
   __shared__ SharedState shared;
