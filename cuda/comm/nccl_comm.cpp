@@ -28,8 +28,7 @@ int NcclComm::size() const {
 
 void NcclComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("all_reduce", in, out, count, dtype);
-  const StreamHandle queue = stream.handle();
-  state_->call("all_reduce", [&](ncclComm_t comm) {
+  state_->enqueue("all_reduce", stream, [&](ncclComm_t comm, StreamHandle queue) {
     if (count == 0) return ncclSuccess;
     return ncclAllReduce(in, out, unsigned_count(count), nccl_type(dtype), ncclSum, comm, queue);
   });
@@ -37,8 +36,7 @@ void NcclComm::all_reduce(const void* in, void* out, std::int64_t count, DType d
 
 void NcclComm::reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("reduce_scatter", in, out, count, dtype);
-  const StreamHandle queue = stream.handle();
-  state_->call("reduce_scatter", [&](ncclComm_t comm) {
+  state_->enqueue("reduce_scatter", stream, [&](ncclComm_t comm, StreamHandle queue) {
     if (count == 0) return ncclSuccess;
     return ncclReduceScatter(in, out, unsigned_count(count), nccl_type(dtype), ncclSum, comm, queue);
   });
@@ -46,8 +44,7 @@ void NcclComm::reduce_scatter(const void* in, void* out, std::int64_t count, DTy
 
 void NcclComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_gather", in, out, bytes);
-  const StreamHandle queue = stream.handle();
-  state_->call("all_gather", [&](ncclComm_t comm) {
+  state_->enqueue("all_gather", stream, [&](ncclComm_t comm, StreamHandle queue) {
     if (bytes == 0) return ncclSuccess;
     return ncclAllGather(in, out, unsigned_count(bytes), ncclInt8, comm, queue);
   });
@@ -55,8 +52,7 @@ void NcclComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream 
 
 void NcclComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_to_all", in, out, bytes);
-  const StreamHandle queue = stream.handle();
-  state_->call_group("all_to_all", [&](ncclComm_t comm) {
+  state_->enqueue_group("all_to_all", stream, [&](ncclComm_t comm, StreamHandle queue) {
     // NCCL turns the message to oneself into a copy inside the same kernel.
     ncclResult_t result = ncclSuccess;
     for (int peer = 0; peer < state_->size && bytes > 0 && result == ncclSuccess; ++peer) {
@@ -72,8 +68,7 @@ void NcclComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
                             std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
   comm::expect_own_bytes(send_bytes, recv_bytes, rank());
-  const StreamHandle queue = stream.handle();
-  state_->call_group("all_to_all_v", [&](ncclComm_t comm) {
+  state_->enqueue_group("all_to_all_v", stream, [&](ncclComm_t comm, StreamHandle queue) {
     ncclResult_t result = ncclSuccess;
     std::int64_t send_begin = 0;
     std::int64_t recv_begin = 0;
@@ -93,8 +88,7 @@ void NcclComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
 void NcclComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stream) {
   comm::expect_buffer("broadcast", "buffer", buffer, bytes);
   comm::expect_root("broadcast", root, size());
-  const StreamHandle queue = stream.handle();
-  state_->call("broadcast", [&](ncclComm_t comm) {
+  state_->enqueue("broadcast", stream, [&](ncclComm_t comm, StreamHandle queue) {
     if (bytes == 0) return ncclSuccess;
     return ncclBroadcast(buffer, buffer, unsigned_count(bytes), ncclInt8, root, comm, queue);
   });
@@ -103,8 +97,7 @@ void NcclComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stre
 void NcclComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_buffer("send", "buffer", buffer, bytes);
   comm::expect_peer("send", peer, rank(), size());
-  const StreamHandle queue = stream.handle();
-  state_->call("send", [&](ncclComm_t comm) {
+  state_->enqueue("send", stream, [&](ncclComm_t comm, StreamHandle queue) {
     if (bytes == 0) return ncclSuccess;
     return ncclSend(buffer, unsigned_count(bytes), ncclInt8, peer, comm, queue);
   });
@@ -113,16 +106,14 @@ void NcclComm::send(const void* buffer, std::int64_t bytes, int peer, Stream str
 void NcclComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_buffer("recv", "buffer", buffer, bytes);
   comm::expect_peer("recv", peer, rank(), size());
-  const StreamHandle queue = stream.handle();
-  state_->call("recv", [&](ncclComm_t comm) {
+  state_->enqueue("recv", stream, [&](ncclComm_t comm, StreamHandle queue) {
     if (bytes == 0) return ncclSuccess;
     return ncclRecv(buffer, unsigned_count(bytes), ncclInt8, peer, comm, queue);
   });
 }
 
 void NcclComm::barrier(Stream stream) {
-  const StreamHandle queue = stream.handle();
-  state_->call("barrier", [&](ncclComm_t comm) {
+  state_->enqueue("barrier", stream, [&](ncclComm_t comm, StreamHandle queue) {
     void* value = state_->barrier_value.data();
     return ncclAllReduce(value, value, 1, ncclFloat32, ncclSum, comm, queue);
   });

@@ -166,12 +166,20 @@ struct NcclComm::State {
     throw_nccl(result, what, name());
   }
 
-  /// As call(), but NCCL treats the messages of `body` as one operation.
+  /// Calls body(comm, queue) as call() does; `queue` is the stream's. A stream that names no queue is refused
+  /// before the call begins.
   template <class Body>
-  void call_group(const char* what, Body&& body) {
-    call(what, [&](ncclComm_t handle) {
+  void enqueue(const char* what, const Stream& stream, Body&& body) {
+    const StreamHandle queue = stream.handle();
+    call(what, [&](ncclComm_t handle) { return body(handle, queue); });
+  }
+
+  /// As enqueue(), but NCCL treats the messages of `body` as one operation.
+  template <class Body>
+  void enqueue_group(const char* what, const Stream& stream, Body&& body) {
+    enqueue(what, stream, [&](ncclComm_t handle, StreamHandle queue) {
       if (const ncclResult_t started = ncclGroupStart(); started != ncclSuccess) return started;
-      const ncclResult_t result = body(handle);
+      const ncclResult_t result = body(handle, queue);
       const ncclResult_t ended = ncclGroupEnd();  // also after a failure: must close the group
       return result != ncclSuccess ? result : ended;
     });
