@@ -84,6 +84,39 @@ TEMPLATE_TEST_CASE("16-bit rotary embedding on a GPU agrees with f32", "", f16, 
   }
 }
 
+TEMPLATE_TEST_CASE("16-bit activations and row copies on a GPU take more rows than a grid holds", "", f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr std::int64_t kRows = 70000;  // more than the 65535 that a grid has in its second dimension
+  constexpr std::int64_t kWidth = 8;
+  const auto gate_up = bench.random(kRows, 2 * kWidth, 8.0);
+  const auto activated = bench.poison(kRows, kWidth);
+  HELIX_CHECK_TWINS(bench, {
+    operators.swiglu(
+        SwigluArgs<E>{side.view(gate_up, kRows, 2 * kWidth), side.view(activated, kRows, kWidth)}, stream);
+  });
+  bench.clear();
+  std::vector<std::int32_t> backwards(at(kRows));
+  for (std::size_t i = 0; i < backwards.size(); ++i)
+    backwards[i] = static_cast<std::int32_t>(backwards.size() - 1 - i);
+  const auto rows = bench.same(backwards);
+  const auto in = bench.random(kRows, kWidth);
+  const auto gathered = bench.poison(kRows, kWidth);
+  HELIX_CHECK_TWINS(bench, {
+    operators.gather_rows(
+        GatherRowsArgs<E>{side.view(in, kRows, kWidth), side(rows), side.view(gathered, kRows, kWidth)},
+        stream);
+  });
+  const auto table = bench.weights(kRows * kWidth, kDTypeOf<TestType>);
+  const auto embedded = bench.poison(kRows, kWidth);
+  HELIX_CHECK_TWINS(bench, {
+    operators.embed(EmbedArgs<E>{side(rows), side.weight(table, kDTypeOf<TestType>, kRows, kWidth), 0,
+                                 side.view(embedded, kRows, kWidth)},
+                    stream);
+  });
+}
+
 TEMPLATE_TEST_CASE("16-bit activations and row copies on a GPU agree with f32", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;

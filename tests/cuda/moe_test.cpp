@@ -206,6 +206,43 @@ TEMPLATE_TEST_CASE("experts of a few tokens on a GPU agree with f32, whatever th
   }
 }
 
+TEMPLATE_TEST_CASE("experts on a GPU take more tokens than a grid holds", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr DType kType = kDTypeOf<TestType>;
+  constexpr std::int64_t kTokens = 70000;  // more than the 65535 that a grid has in its second dimension
+  constexpr std::int64_t kTopK = 2;
+  constexpr std::int64_t kHidden = 64;
+  constexpr std::int64_t kFfn = 64;
+  constexpr std::int64_t kLocal = 3;
+  std::vector<std::int32_t> chosen;
+  for (std::int32_t token = 0; token < kTokens; ++token) {
+    chosen.push_back(token % 5);
+    chosen.push_back((token + 1) % 5);
+  }
+  const auto experts = bench.same(chosen);
+  const auto weights = bench.same(bench.numbers(kTokens * kTopK));
+  const auto in = bench.random(kTokens, kHidden);
+  const auto out = bench.random(kTokens, kHidden);
+  const auto gate_up = bench.weights(kLocal * 2 * kFfn * kHidden, kType);
+  const auto down = bench.weights(kLocal * kHidden * kFfn, kType);
+  std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
+  HELIX_CHECK_TWINS(bench, {
+    const auto local = experts_of(side.weight(gate_up, kType, kLocal * 2 * kFfn, kHidden),
+                                  side.weight(down, kType, kLocal * kHidden, kFfn), kLocal);
+    const std::size_t bytes = operators.expert_ffn_workspace_bytes(kTokens, kTopK, kHidden, kFfn);
+    workspaces.push_back(operators.allocate(bytes));
+    operators.expert_ffn(ExpertFfnArgs<E>{side.view(in, kTokens, kHidden),
+                                          TensorView<const std::int32_t, 2>(side(experts), {kTokens, kTopK}),
+                                          TensorView<const float, 2>(side(weights), {kTokens, kTopK}),
+                                          local,
+                                          1,
+                                          side.view(out, kTokens, kHidden),
+                                          {workspaces.back().data(), bytes}},
+                         stream);
+  });
+}
+
 TEMPLATE_TEST_CASE("experts on a GPU take rows of which the last lies first", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;

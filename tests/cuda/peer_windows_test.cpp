@@ -106,6 +106,13 @@ void check_combined(const std::vector<T>& got, int rank, int size, const Exchang
   }
 }
 
+/// The backend of a rank whose KVP group is its stage.
+template <class T>
+PeerBackend<T> backend_of(PeerComm& comm) {
+  helix::cuda::use_device(device_of(comm));
+  return {comm, comm.split(0, comm.rank()), device_of(comm)};
+}
+
 /// One rank's exchange, with partials on the device for two steps.
 template <class T>
 struct Exchange {
@@ -163,6 +170,19 @@ struct Exchange {
   }
 };
 
+/// A rank that exchanges one token.
+struct OneToken {
+  PeerBackend<bf16> backend;
+  Stream stream = backend.create_stream();
+  Exchange<bf16> exchange;
+
+  OneToken(PeerComm& comm, bool has_lines, int group = 0)
+      : backend(backend_of<bf16>(comm)), exchange(backend, {1, 8, 128}, 1, has_lines, group) {
+    exchange.queue(0, stream);
+    backend.synchronize(stream);
+  }
+};
+
 }  // namespace
 
 TEMPLATE_TEST_CASE("partials combine exactly through the memory of peers", "", bf16, float) {
@@ -170,8 +190,7 @@ TEMPLATE_TEST_CASE("partials combine exactly through the memory of peers", "", b
   const int size = GENERATE(2, 4, 10);
   const bool has_lines = GENERATE(false, true);
   run_ranks_or_throw(make_group(size), [size, has_lines](PeerComm& comm) {
-    helix::cuda::use_device(device_of(comm));
-    PeerBackend<TestType> backend(comm, comm.split(0, comm.rank()), device_of(comm));
+    auto backend = backend_of<TestType>(comm);
     const Stream stream = backend.create_stream();
     // Rows of 7 do not fill whole lines, and the last step has too many bytes for lines.
     for (const auto& [c, can_be_lines] : {std::pair{ExchangeCase{1, 2 * size, 128}, true},
@@ -200,8 +219,7 @@ TEST_CASE("captured steps with odd numbers of exchanges replay rightly") {
   const int count = GENERATE(1, 2, 3);
   const bool has_lines = GENERATE(false, true);
   run_ranks_or_throw(make_group(2), [count, has_lines](PeerComm& comm) {
-    helix::cuda::use_device(device_of(comm));
-    PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
+    auto backend = backend_of<bf16>(comm);
     const Stream stream = backend.create_stream();
     Exchange<bf16> exchange(backend, {2, 8, 128}, 2, has_lines);
     for (unsigned step = 0; step < 2; ++step) exchange.queue(step, stream);
@@ -219,20 +237,15 @@ TEST_CASE("a rank that skips an exchange or is at other positions is named") {
   const bool skips = GENERATE(false, true);
   const bool has_lines = GENERATE(false, true);
   const RankOutcomes outcomes = run_ranks(make_group(2, 2s), [skips, has_lines](PeerComm& comm) {
-    helix::cuda::use_device(device_of(comm));
-    PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
-    const Stream stream = backend.create_stream();
-    Exchange<bf16> exchange(backend, {1, 8, 128}, 1, has_lines);
-    exchange.queue(0, stream);
-    backend.synchronize(stream);
+    OneToken one(comm, has_lines);
     Buffer others = on_device(std::vector<std::int64_t>{6, 6});
-    if (comm.rank() == 1) std::swap(exchange.positions, others);  // frees nothing
+    if (comm.rank() == 1) std::swap(one.exchange.positions, others);  // frees nothing
     if (skips && comm.rank() == 1) {
       std::this_thread::sleep_for(4s);
     } else {
-      exchange.queue(1, stream);
+      one.exchange.queue(1, one.stream);
     }
-    backend.synchronize(stream);
+    one.backend.synchronize(one.stream);
   });
   INFO(outcomes.all_messages());
   CHECK(outcomes.failures[0] != nullptr);
@@ -244,20 +257,16 @@ TEST_CASE("a rank that comes after another has given up does not combine what th
   HELIX_REQUIRE_GPUS(1);
   const bool has_lines = GENERATE(false, true);
   const RankOutcomes outcomes = run_ranks(make_group(2, 2s), [has_lines](PeerComm& comm) {
-    helix::cuda::use_device(device_of(comm));
-    PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
-    const Stream stream = backend.create_stream();
-    Exchange<bf16> exchange(backend, {1, 8, 128}, 1, has_lines);
-    exchange.queue(0, stream);
-    backend.synchronize(stream);
-    const Graph graph = Graph::capture(stream, [&] {
-      exchange.queue(0, stream);
-      exchange.queue(1, stream);
+    OneToken one(comm, has_lines);
+    const Graph graph = Graph::capture(one.stream, [&] {
+      one.exchange.queue(0, one.stream);
+      one.exchange.queue(1, one.stream);
     });
     if (comm.rank() == 0) std::this_thread::sleep_for(3s);
-    graph.replay(stream);  // rank 1 gives up in the first exchange, and then writes partials of the second
+    // Rank 1 gives up in the first exchange, and then writes partials of the second.
+    graph.replay(one.stream);
     if (comm.rank() == 1) std::this_thread::sleep_for(5s);  // and its host does not look at the result
-    backend.synchronize(stream);
+    one.backend.synchronize(one.stream);
   });
   CAPTURE(has_lines, outcomes.all_messages());
   REQUIRE(outcomes.failures[0] != nullptr);
@@ -267,14 +276,8 @@ TEST_CASE("a rank that comes after another has given up does not combine what th
 TEST_CASE("ranks of two KVP groups in one communicator end in an error over windows, not in a wrong result") {
   HELIX_REQUIRE_GPUS(1);
   const bool has_lines = GENERATE(false, true);
-  const RankOutcomes outcomes = run_ranks(make_group(2, 1s), [has_lines](PeerComm& comm) {
-    helix::cuda::use_device(device_of(comm));
-    PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
-    const Stream stream = backend.create_stream();
-    Exchange<bf16> exchange(backend, {1, 8, 128}, 1, has_lines, comm.rank());
-    exchange.queue(0, stream);
-    backend.synchronize(stream);
-  });
+  const RankOutcomes outcomes =
+      run_ranks(make_group(2, 1s), [has_lines](PeerComm& comm) { OneToken(comm, has_lines, comm.rank()); });
   CAPTURE(has_lines, outcomes.all_messages());
   for (int rank = 0; rank < 2; ++rank) {
     CHECK(outcomes.code(rank).has_value());
@@ -288,8 +291,7 @@ TEMPLATE_TEST_CASE("reduce_norm over windows equals the norm of the sum with equ
   HELIX_REQUIRE_GPUS(1);
   const int size = GENERATE(2, 3, 8);
   run_ranks_or_throw(make_group(size), [size](PeerComm& comm) {
-    helix::cuda::use_device(device_of(comm));
-    PeerBackend<TestType> backend(comm, comm.split(0, comm.rank()), device_of(comm));
+    auto backend = backend_of<TestType>(comm);
     const Stream stream = backend.create_stream();
     struct Shape {
       std::int64_t rows, width;

@@ -14,6 +14,7 @@
 
 #include "cuda/at.hpp"
 #include "cuda/gpu.hpp"
+#include "cuda/twin_bench.hpp"
 #include "support/catch.hpp"
 
 namespace helix::test {
@@ -82,6 +83,54 @@ TEMPLATE_TEST_CASE("a GPU draws the tokens that the CPU draws", "", float, f16, 
     gpu.download(drawn.data(), tokens, drawn.size() * sizeof(std::int32_t), stream);
     gpu.synchronize(stream);
     CHECK(drawn == expected);
+  }
+}
+
+TEMPLATE_TEST_CASE("16-bit logits on a GPU are penalized, and their log-probabilities found, as f32 ones", "",
+                   f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr std::int64_t kShards = 3;
+  constexpr std::int64_t kRows = 4;
+  for (const std::int64_t width : {5, 1000, 40000}) {
+    const std::int64_t vocab = kShards * width - 2;  // the last shard is shorter
+    for (const std::int64_t num_best : {0, 1, 5}) {
+      CAPTURE(width, num_best);
+      bench.clear();
+      // Rows of 16 bits have ties among the best.
+      const auto logits = bench.random(kShards * kRows, width, 20.0);
+      const auto begins = bench.same(std::vector<std::int64_t>{0, width, 2 * width, vocab});
+      std::vector<LogitPenalty> named;
+      for (std::int32_t row = 0; row < kRows; ++row) {
+        for (const std::int64_t id : {std::int64_t{0}, width - 1, width, vocab - 1, vocab + 3})
+          named.push_back({row, static_cast<std::int32_t>(id), 1.0f + 0.25f * static_cast<float>(row), 0.5f});
+      }
+      const auto penalties = bench.same(named);
+      const auto tokens =
+          bench.same(std::vector<std::int32_t>{0, static_cast<std::int32_t>(vocab - 1), -1, 3});
+      const auto log_probs = bench.same(std::vector<float>(at(kRows), std::nanf("")));
+      const auto best_ids = bench.same(std::vector<std::int32_t>(at(kRows * num_best), -9));
+      const auto best_log_probs = bench.same(std::vector<float>(at(kRows * num_best), std::nanf("")));
+      const auto find = [&](auto& operators, const auto& side, const auto& stream) {
+        using E = ElementOf<decltype(side)>;
+        operators.log_probs(LogProbsArgs<E>{{side(logits), {kShards, kRows, width}},
+                                            side(begins),
+                                            side(tokens),
+                                            num_best,
+                                            side(log_probs),
+                                            side(best_ids),
+                                            side(best_log_probs)},
+                            stream);
+      };
+      CHECK(bench.difference(find) == "");
+      HELIX_CHECK_TWINS(bench, {
+        operators.penalize(PenalizeArgs<E>{{side(logits), {kShards, kRows, width}},
+                                           side(begins),
+                                           side(penalties),
+                                           static_cast<std::int64_t>(named.size())},
+                           stream);
+      });
+    }
   }
 }
 
