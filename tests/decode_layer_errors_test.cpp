@@ -40,12 +40,13 @@ struct Arguments {
 
 struct BadCall {
   std::string_view name;
+  std::string_view says;  ///< Part of the error's message on every rank.
   std::function<void(Arguments&)> spoil;
   ErrorCode code = ErrorCode::invalid_argument;
 };
 
-/// Every rank must throw `code` before it communicates: the good step that follows shows that the ranks are
-/// still in step.
+/// Every rank must throw `code` and say what is wrong before it communicates: the good step that follows
+/// shows that the ranks are still in step.
 void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::vector<BadCall>& calls) {
   const oracle::Layer layer = random_layer(spec, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
@@ -68,7 +69,9 @@ void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::ve
                      args.options, rank.stream());
         surprises[me].push_back(std::string(call.name) + ": accepted");
       } catch (const Error& error) {
-        if (error.code() != call.code) surprises[me].push_back(std::string(call.name) + ": " + error.what());
+        if (error.code() != call.code ||
+            std::string_view(error.what()).find(call.says) == std::string_view::npos)
+          surprises[me].push_back(std::string(call.name) + ": " + error.what());
       }
     }
     rank.launch();
@@ -104,186 +107,253 @@ TensorView<float, 2> beside_hidden(const Arguments& a) {
 
 TEST_CASE("Bad options and batches are refused alike on every rank before any collective") {
   const std::vector<BadCall> calls{
-      {"shape of another rank", [](Arguments& a) { a.shape.stage_rank += 1; }},
-      {"heads that KVP does not make", [](Arguments& a) { a.shape.combined_heads += 1; }},
-      {"KV heads that do not divide", [](Arguments& a) { a.shape.kv_heads = a.shape.query_heads + 1; }},
-      {"an FFN below 0", [](Arguments& a) { a.shape.ffn = -1; }},
-      {"a bias that was not loaded",
+      {"shape of another rank", "the shape is of stage_rank ", [](Arguments& a) { a.shape.stage_rank += 1; }},
+      {"heads that KVP does not make", "the shape has 4 query heads of 2 KV heads and combines 3 over",
+       [](Arguments& a) { a.shape.combined_heads += 1; }},
+      {"KV heads that do not divide", "the shape has 4 query heads of 5 KV heads and combines 2 over",
+       [](Arguments& a) { a.shape.kv_heads = a.shape.query_heads + 1; }},
+      {"an FFN below 0", "the shape's hidden is 32, ffn -1, shared_ffn 0, expert_ffn 0",
+       [](Arguments& a) { a.shape.ffn = -1; }},
+      {"a bias that was not loaded", "qkv_bias is [1, 128] without data",
        [](Arguments& a) {
          std::get<GqaWeights>(a.weights.attention).qkv_bias = {nullptr, DType::f32, 1, a.shape.qkv_columns()};
        }},
-      {"no address of normed",
+      {"no address of normed", "normed is null",
        [](Arguments& a) {
          a.options.normed = {nullptr, {a.hidden.extent(0), a.hidden.extent(1)}};
        }},
-      {"no exchange", [](Arguments& a) { a.options.exchange = nullptr; }},
-      {"no HopB", [](Arguments& a) { a.options.hop_b = nullptr; }},
-      {"negative slices", [](Arguments& a) { a.options.hop_b_slices = -1; }},
-      {"lengths of some sequences",
+      {"no exchange", "options.exchange and options.hop_b must be set",
+       [](Arguments& a) { a.options.exchange = nullptr; }},
+      {"no HopB", "options.exchange and options.hop_b must be set",
+       [](Arguments& a) { a.options.hop_b = nullptr; }},
+      {"negative slices", "hop_b_slices is -1", [](Arguments& a) { a.options.hop_b_slices = -1; }},
+      {"lengths of some sequences", "the batch has 3 sequences and 1 in lengths_host",
        [](Arguments& a) { a.batch.lengths_host = a.batch.lengths_host.first(1); }},
-      {"no positions", [](Arguments& a) { a.batch.positions = nullptr; }},
-      {"no query offsets", [](Arguments& a) { a.batch.query_offsets = nullptr; }},
-      {"no frequencies", [](Arguments& a) { a.config.rope.inverse_frequency = nullptr; }},
-      {"no address of hidden",
+      {"no positions", "the batch's positions is null", [](Arguments& a) { a.batch.positions = nullptr; }},
+      {"no query offsets", "the batch's query_offsets is null",
+       [](Arguments& a) { a.batch.query_offsets = nullptr; }},
+      {"no frequencies", "rope.inverse_frequency is null",
+       [](Arguments& a) { a.config.rope.inverse_frequency = nullptr; }},
+      {"no address of hidden", "hidden is null",
        [](Arguments& a) {
          a.hidden = {nullptr, {a.hidden.extent(0), a.hidden.extent(1)}};
        }},
-      {"no address of the workspace",
+      {"no address of the workspace", "workspace is null with ",
        [](Arguments& a) {
          a.options.workspace = {static_cast<std::byte*>(nullptr), a.options.workspace.size()};
        }},
-      {"workspace that begins between two vectors",
+      {"workspace that begins between two vectors", "it must be aligned to 16 bytes",
        [](Arguments& a) { a.options.workspace = a.options.workspace.subspan(8); }},
-      {"next_norm without normed", [](Arguments& a) { a.options.next_norm = a.weights.input_norm; }},
-      {"next_norm of another width",
+      {"next_norm without normed", "options.next_norm is given without options.normed, where what",
+       [](Arguments& a) { a.options.next_norm = a.weights.input_norm; }},
+      {"next_norm of another width", "next_norm is [1, 1]",
        [](Arguments& a) {
          a.options.normed = beside_hidden(a);
          a.options.next_norm = a.weights.input_norm;
          a.options.next_norm.cols = 1;
        }},
-      {"next_norm of fp8",
+      {"next_norm of fp8", "next_norm is fp8_e4m3",
        [](Arguments& a) {
          a.options.normed = beside_hidden(a);
          a.options.next_norm = a.weights.input_norm;
          a.options.next_norm.dtype = DType::fp8_e4m3;
        }},
-      {"normed in place", [](Arguments& a) { a.options.normed = a.hidden; }},
-      {"normed that begins in hidden",
+      {"normed in place", "overlap; a layer writes both", [](Arguments& a) { a.options.normed = a.hidden; }},
+      {"normed that begins in hidden", "and hidden at ",
        [](Arguments& a) {
          a.options.normed = {a.hidden.data() + a.hidden.size() - 1, {a.hidden.extent(0), a.hidden.extent(1)}};
        }},
-      {"hidden in the workspace",
+      {"hidden in the workspace", "and the workspace at ",
        [](Arguments& a) {
          a.hidden = {reinterpret_cast<float*>(a.options.workspace.data()) + 4,
                      {a.hidden.extent(0), a.hidden.extent(1)}};
        }},
-      {"normed in the workspace",
+      {"normed in the workspace", "and the workspace at ",
        [](Arguments& a) {
          a.options.normed = {reinterpret_cast<float*>(a.options.workspace.data()),
                              {a.hidden.extent(0), a.hidden.extent(1)}};
        }},
-      {"infinite scale", [](Arguments& a) { a.config.softmax_scale = HUGE_VALF; }},
-      {"infinite soft cap", [](Arguments& a) { a.config.soft_cap = HUGE_VALF; }},
-      {"epsilon that is no number", [](Arguments& a) { a.config.norm_epsilon = std::nanf(""); }},
-      {"epsilon below zero", [](Arguments& a) { a.config.norm_epsilon = -1.0f; }},
-      {"magnitude that is no number", [](Arguments& a) { a.config.rope.magnitude = std::nanf(""); }},
-      {"no slots", [](Arguments& a) { a.batch.sequence_slots = nullptr; }},
-      {"falling query offsets",
+      {"infinite scale", "softmax_scale is inf (> 0 and finite), window 0 (>= 0),",
+       [](Arguments& a) { a.config.softmax_scale = HUGE_VALF; }},
+      {"infinite soft cap", "softmax_scale is 0.25 (> 0 and finite), window 0 (>= 0),",
+       [](Arguments& a) { a.config.soft_cap = HUGE_VALF; }},
+      {"epsilon that is no number", "norm_epsilon is nan",
+       [](Arguments& a) { a.config.norm_epsilon = std::nanf(""); }},
+      {"epsilon below zero", "norm_epsilon is -1", [](Arguments& a) { a.config.norm_epsilon = -1.0f; }},
+      {"magnitude that is no number", "rope.magnitude is nan",
+       [](Arguments& a) { a.config.rope.magnitude = std::nanf(""); }},
+      {"no slots", "the batch's sequence_slots is null",
+       [](Arguments& a) { a.batch.sequence_slots = nullptr; }},
+      {"falling query offsets", "the batch's query_offsets_host[2] is 13",
        [](Arguments& a) { a.batch.query_offsets_host = with_middle(a, a.hidden.extent(0) + 1); }},
-      {"query offsets below zero", [](Arguments& a) { a.batch.query_offsets_host = with_middle(a, -3); }},
-      {"too many slices", [](Arguments& a) { a.options.hop_b_slices = 5; }}};
+      {"query offsets below zero", "the batch's query_offsets_host[1] is -3",
+       [](Arguments& a) { a.batch.query_offsets_host = with_middle(a, -3); }},
+      {"too many slices", "hop_b_slices is 5", [](Arguments& a) { a.options.hop_b_slices = 5; }}};
   check_bad_calls({}, {.kvp = 2, .tpa = 2}, calls);
 }
 
 TEST_CASE("Bad workspaces, hidden rows, caches and sizes are refused alike on every rank") {
   const std::vector<BadCall> calls{
-      {"no workspace", [](Arguments& a) { a.options.workspace = {}; }, ErrorCode::capacity},
-      {"small workspace", [](Arguments& a) { a.options.workspace = a.options.workspace.first(1024); },
+      {"no workspace", "the workspace has 0 bytes", [](Arguments& a) { a.options.workspace = {}; },
        ErrorCode::capacity},
-      {"workspace a byte short of its last piece",
+      {"small workspace", "the workspace has 1024 bytes",
+       [](Arguments& a) { a.options.workspace = a.options.workspace.first(1024); }, ErrorCode::capacity},
+      {"workspace a byte short of its last piece", "the workspace has 124800 bytes",
        [](Arguments& a) { a.options.workspace = a.options.workspace.first(a.options.workspace.size() / 2); },
        ErrorCode::capacity},
-      {"too few rows", [](Arguments& a) { a.hidden = a.hidden.slice(0, 0, a.hidden.extent(0) - 1); }},
-      {"too narrow", [](Arguments& a) { a.hidden = a.hidden.slice(1, 0, a.hidden.extent(1) - 1); }},
-      {"strided hidden",
+      {"too few rows", "hidden is [14, 32] with strides [32, 1]",
+       [](Arguments& a) { a.hidden = a.hidden.slice(0, 0, a.hidden.extent(0) - 1); }},
+      {"too narrow", "hidden is [15, 31] with strides [32, 1]",
+       [](Arguments& a) { a.hidden = a.hidden.slice(1, 0, a.hidden.extent(1) - 1); }},
+      {"strided hidden", "hidden is [15, 32] with strides [33, 1]",
        [](Arguments& a) {
          a.hidden = {a.hidden.data(), {a.hidden.extent(0), a.hidden.extent(1)}, {a.hidden.extent(1) + 1, 1}};
        }},
-      {"a slice of a batch",
+      {"a slice of a batch", "the batch starts at token 13",
        [](Arguments& a) {
          a.batch = a.batch.slice(1, 2);
          a.hidden = a.hidden.slice(0, 0, a.batch.num_tokens());
        }},
-      {"cache of other heads", [](Arguments& a) { a.kv.format.num_heads += 1; }},
-      {"cache of another head size", [](Arguments& a) { a.kv.format.head_dim *= 2; }},
-      {"cache of another value size", [](Arguments& a) { a.kv.format.value_dim -= 1; }},
-      {"cache of latents", [](Arguments& a) { a.kv.format.is_latent = true; }},
-      {"cache of another KVP", [](Arguments& a) { a.kv.layout = KvLayout(3, 1); }},
-      {"cache of another rank", [](Arguments& a) { a.kv.kvp_rank = 1 - a.kv.kvp_rank; }},
-      {"latent weights", [](Arguments& a) { a.weights.attention = MlaWeights{}; }},
-      {"scale of zero", [](Arguments& a) { a.config.softmax_scale = 0.0f; }},
-      {"scale that is no number", [](Arguments& a) { a.config.softmax_scale = std::nanf(""); }},
-      {"negative window", [](Arguments& a) { a.config.window = -1; }},
-      {"negative soft cap", [](Arguments& a) { a.config.soft_cap = -1.0f; }},
-      {"rotary wider than a head", [](Arguments& a) { a.config.rope.rotary_dim = 18; }},
-      {"odd rotary", [](Arguments& a) { a.config.rope.rotary_dim = 7; }}};
+      {"cache of other heads", "the KV view's v lies 512 bytes behind its k, where rows of both",
+       [](Arguments& a) { a.kv.format.num_heads += 1; }},
+      {"cache of another head size", "the KV view's k.token stride is 16, but what lies between takes",
+       [](Arguments& a) { a.kv.format.head_dim *= 2; }},
+      {"cache of another value size", "the cache has 2 heads of 16/15",
+       [](Arguments& a) { a.kv.format.value_dim -= 1; }},
+      {"cache of latents", "the KV view is latent with 2 heads",
+       [](Arguments& a) { a.kv.format.is_latent = true; }},
+      {"cache of another KVP", " of 3; this rank of the topology stores 2 heads of 16/16",
+       [](Arguments& a) { a.kv.layout = KvLayout(3, 1); }},
+      {"cache of another rank", "; this rank of the topology stores 2 heads of 16/16",
+       [](Arguments& a) { a.kv.kvp_rank = 1 - a.kv.kvp_rank; }},
+      {"latent weights", "the shape is not MLA but the layer holds the other kind of",
+       [](Arguments& a) { a.weights.attention = MlaWeights{}; }},
+      {"scale of zero", "softmax_scale is 0 (> 0 and finite), window 0 (>= 0), soft_cap",
+       [](Arguments& a) { a.config.softmax_scale = 0.0f; }},
+      {"scale that is no number", "softmax_scale is nan (> 0 and finite), window 0 (>= 0),",
+       [](Arguments& a) { a.config.softmax_scale = std::nanf(""); }},
+      {"negative window", "softmax_scale is 0.25 (> 0 and finite), window -1 (>= 0),",
+       [](Arguments& a) { a.config.window = -1; }},
+      {"negative soft cap", "softmax_scale is 0.25 (> 0 and finite), window 0 (>= 0),",
+       [](Arguments& a) { a.config.soft_cap = -1.0f; }},
+      {"rotary wider than a head", "rotary_dim is 18", [](Arguments& a) { a.config.rope.rotary_dim = 18; }},
+      {"odd rotary", "rotary_dim is 7", [](Arguments& a) { a.config.rope.rotary_dim = 7; }}};
   check_bad_calls({}, {.kvp = 2, .tpa = 2}, calls);
 }
 
 TEST_CASE("Bad weights of a dense layer are refused alike on every rank") {
   const std::vector<BadCall> calls{
-      {"output projection of all heads", [](Arguments& a) { a.gqa().o.cols *= 2; }},
-      {"no output projection", [](Arguments& a) { a.gqa().o = {}; }},
-      {"qkv of another width", [](Arguments& a) { widen(a.gqa().qkv); }},
-      {"qkv without values", [](Arguments& a) { a.gqa().qkv.rows -= 16; }},
-      {"qkv bias of another width", [](Arguments& a) { a.gqa().qkv_bias = a.gqa().o; }},
-      {"head norm of another width", [](Arguments& a) { a.gqa().q_norm = a.weights.input_norm; }},
-      {"o bias of another width", [](Arguments& a) { a.gqa().o_bias = a.gqa().o; }},
-      {"qkv of fp8", [](Arguments& a) { a.gqa().qkv.dtype = DType::fp8_e4m3; }},
-      {"down without a type", [](Arguments& a) { a.dense().down.dtype = static_cast<DType>(77); }},
-      {"no input norm", [](Arguments& a) { a.weights.input_norm = {}; }},
-      {"post-attention norm of another width", [](Arguments& a) { widen(a.weights.post_attention_norm); }},
-      {"gate and up of another width", [](Arguments& a) { widen(a.dense().gate_up); }},
-      {"gate and up of another part", [](Arguments& a) { a.dense().gate_up.rows *= 2; }},
-      {"down of another part", [](Arguments& a) { a.dense().down.cols *= 2; }},
-      {"down of another width", [](Arguments& a) { a.dense().down.rows -= 1; }},
-      {"gate bias of another width", [](Arguments& a) { a.dense().gate_up_bias = a.weights.input_norm; }},
-      {"down bias of another width", [](Arguments& a) { a.dense().down_bias = a.dense().down; }},
-      {"experts in a dense model", [](Arguments& a) { a.weights.ffn = MoeWeights{}; }}};
+      {"output projection of all heads", "the output projection is [32, 64]",
+       [](Arguments& a) { a.gqa().o.cols *= 2; }},
+      {"no output projection", "the output projection is empty, [0, 0]",
+       [](Arguments& a) { a.gqa().o = {}; }},
+      {"qkv of another width", "qkv is [128, 33]", [](Arguments& a) { widen(a.gqa().qkv); }},
+      {"qkv without values", "qkv is [112, 32]", [](Arguments& a) { a.gqa().qkv.rows -= 16; }},
+      {"qkv bias of another width", "qkv_bias is [32, 32]",
+       [](Arguments& a) { a.gqa().qkv_bias = a.gqa().o; }},
+      {"head norm of another width", "q_norm is [1, 32]",
+       [](Arguments& a) { a.gqa().q_norm = a.weights.input_norm; }},
+      {"o bias of another width", "o_bias is [32, ", [](Arguments& a) { a.gqa().o_bias = a.gqa().o; }},
+      {"o bias on each rank, which the sum would add as often", "o_bias",
+       [](Arguments& a) {
+         a.gqa().o_bias = a.weights.input_norm;
+         if (a.shape.stage_rank == 0) widen(a.gqa().o_bias);  // the rank that may hold one is refused too
+       }},
+      {"down bias on each rank, which the sum would add as often", "down_bias",
+       [](Arguments& a) {
+         a.dense().down_bias = a.weights.input_norm;
+         if (a.shape.stage_rank == 0) widen(a.dense().down_bias);
+       }},
+      {"qkv of fp8", "qkv is fp8_e4m3", [](Arguments& a) { a.gqa().qkv.dtype = DType::fp8_e4m3; }},
+      {"down without a type", "the FFN is unknown",
+       [](Arguments& a) { a.dense().down.dtype = static_cast<DType>(77); }},
+      {"no input norm", "input_norm is empty, [0, 0]", [](Arguments& a) { a.weights.input_norm = {}; }},
+      {"post-attention norm of another width", "post_attention_norm is [1, 33]",
+       [](Arguments& a) { widen(a.weights.post_attention_norm); }},
+      {"gate and up of another width", "the FFN is [24, 33]", [](Arguments& a) { widen(a.dense().gate_up); }},
+      {"gate and up of another part", "the FFN is [48, 32]",
+       [](Arguments& a) { a.dense().gate_up.rows *= 2; }},
+      {"down of another part", "the FFN is [32, 24]", [](Arguments& a) { a.dense().down.cols *= 2; }},
+      {"down of another width", "the FFN is [31, 12]", [](Arguments& a) { a.dense().down.rows -= 1; }},
+      {"gate bias of another width", "gate_up_bias is [1, 32]",
+       [](Arguments& a) { a.dense().gate_up_bias = a.weights.input_norm; }},
+      {"down bias of another width", "down_bias is [32, 12]",
+       [](Arguments& a) { a.dense().down_bias = a.dense().down; }},
+      {"experts in a dense model", "the layer holds experts but the model's num_experts is 0",
+       [](Arguments& a) { a.weights.ffn = MoeWeights{}; }}};
   check_bad_calls({}, {.kvp = 2, .tpa = 2}, calls);
 }
 
 TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on every rank") {
   check_bad_calls(
       LayerSpec::deepseek(true), {.kvp = 4, .ep = 2},
-      {{"grouped weights", [](Arguments& a) { a.weights.attention = GqaWeights{}; }},
-       {"no q_b", [](Arguments& a) { a.mla().q_b = {}; }},
-       {"no q_a_norm", [](Arguments& a) { a.mla().q_a_norm = {}; }},
-       {"q_b of another latent", [](Arguments& a) { a.mla().q_b.cols -= 1; }},
-       {"no qkv_a", [](Arguments& a) { a.mla().qkv_a = {}; }},
-       {"qkv_a of fewer rows", [](Arguments& a) { a.mla().qkv_a.rows -= 1; }},
-       {"qkv_a of another width", [](Arguments& a) { widen(a.mla().qkv_a); }},
-       {"qkv_a_bias of the latent alone",
+      {{"grouped weights", "the shape is MLA but the layer holds the other kind of",
+        [](Arguments& a) { a.weights.attention = GqaWeights{}; }},
+       {"no q_b", "q_b is empty, [0, 0]", [](Arguments& a) { a.mla().q_b = {}; }},
+       {"no q_a_norm", "q_a_norm is empty, [0, 0]", [](Arguments& a) { a.mla().q_a_norm = {}; }},
+       {"q_b of another latent", "q_b is [128, 23]", [](Arguments& a) { a.mla().q_b.cols -= 1; }},
+       {"no qkv_a", "qkv_a is empty, [0, 0]", [](Arguments& a) { a.mla().qkv_a = {}; }},
+       {"qkv_a of fewer rows", "qkv_a is [47, 32]", [](Arguments& a) { a.mla().qkv_a.rows -= 1; }},
+       {"qkv_a of another width", "qkv_a is [48, 33]", [](Arguments& a) { widen(a.mla().qkv_a); }},
+       {"qkv_a_bias of the latent alone", "qkv_a_bias is [1, 24]",
         [](Arguments& a) {
           a.mla().qkv_a_bias = {a.mla().o.data, DType::f32, 1, a.shape.mla->latent_dim()};
         }},
-       {"no kv_a_norm", [](Arguments& a) { a.mla().kv_a_norm = {}; }},
-       {"w_uk of other dims", [](Arguments& a) { a.mla().w_uk.cols += 1; }},
-       {"w_uv of all heads", [](Arguments& a) { a.mla().w_uv.rows *= 4; }},
-       {"expand_k alone", [](Arguments& a) { a.mla().expand_v = {}; }},
-       {"expand_v of some heads", [](Arguments& a) { a.mla().expand_v.rows /= 2; }},
-       {"expand_k of other dims", [](Arguments& a) { a.mla().expand_k.cols += 1; }},
-       {"room below zero", [](Arguments& a) { a.config.mla_prefill.max_tokens = -1; }},
-       {"output projection of other heads", [](Arguments& a) { a.mla().o.cols /= 2; }},
-       {"o bias of another width", [](Arguments& a) { a.mla().o_bias = a.mla().o; }},
-       {"other rope dims", [](Arguments& a) { a.shape.mla->qk_rope_head_dim += 2; }},
-       {"rotary wider than rope", [](Arguments& a) { a.config.rope.rotary_dim = 10; }},
-       {"no frequencies", [](Arguments& a) { a.config.rope.inverse_frequency = nullptr; }},
-       {"latent epsilon that is no number",
+       {"no kv_a_norm", "kv_a_norm is empty, [0, 0]", [](Arguments& a) { a.mla().kv_a_norm = {}; }},
+       {"w_uk of other dims", "w_uk is [128, 9]", [](Arguments& a) { a.mla().w_uk.cols += 1; }},
+       {"w_uv of all heads", "w_uv is [96, 16]", [](Arguments& a) { a.mla().w_uv.rows *= 4; }},
+       {"expand_k alone", "of expand_k and expand_v one alone is empty",
+        [](Arguments& a) { a.mla().expand_v = {}; }},
+       {"expand_v of some heads", "expand_v is [48, 16]", [](Arguments& a) { a.mla().expand_v.rows /= 2; }},
+       {"expand_k of other dims", "expand_k is [64, 17]", [](Arguments& a) { a.mla().expand_k.cols += 1; }},
+       {"room below zero", "mla_prefill.max_tokens is -1",
+        [](Arguments& a) { a.config.mla_prefill.max_tokens = -1; }},
+       {"output projection of other heads", "the output projection is [32, 12]",
+        [](Arguments& a) { a.mla().o.cols /= 2; }},
+       {"o bias of another width", "o_bias is [32, ", [](Arguments& a) { a.mla().o_bias = a.mla().o; }},
+       {"other rope dims", "MLA has 8 nope, 10 rope and 12 value dims and a latent of 16",
+        [](Arguments& a) { a.shape.mla->qk_rope_head_dim += 2; }},
+       {"rotary wider than rope", "rotary_dim is 10", [](Arguments& a) { a.config.rope.rotary_dim = 10; }},
+       {"no frequencies", "rope.inverse_frequency is null",
+        [](Arguments& a) { a.config.rope.inverse_frequency = nullptr; }},
+       {"latent epsilon that is no number", "latent_norm_epsilon is nan",
         [](Arguments& a) { a.config.latent_norm_epsilon = std::nanf(""); }},
-       {"scale of experts that is no number", [](Arguments& a) { a.config.router.scale = std::nanf(""); }},
-       {"scoring without a name",
+       {"scale of experts that is no number",
+        "router.scoring is 1, which must be softmax (0) or sigmoid (1),",
+        [](Arguments& a) { a.config.router.scale = std::nanf(""); }},
+       {"scoring without a name", "router.scoring is 9, which must be softmax (0) or sigmoid (1),",
         [](Arguments& a) { a.config.router.scoring = static_cast<RouterScoring>(9); }},
-       {"router of fewer experts", [](Arguments& a) { a.moe().router.rows -= 1; }},
-       {"an expert too few", [](Arguments& a) { a.moe().experts.pop_back(); }},
-       {"an expert of another part", [](Arguments& a) { a.moe().experts[1].down.cols *= 2; }},
-       {"an expert of another width", [](Arguments& a) { a.moe().experts[0].gate_up.cols += 1; }},
-       {"an expert without a type",
+       {"router of fewer experts", "the router is [7, 32]", [](Arguments& a) { a.moe().router.rows -= 1; }},
+       {"an expert too few", "the layer holds 3 experts", [](Arguments& a) { a.moe().experts.pop_back(); }},
+       {"an expert of another part", "a routed expert is [32, 16]",
+        [](Arguments& a) { a.moe().experts[1].down.cols *= 2; }},
+       {"an expert of another width", "a routed expert is [16, 33]",
+        [](Arguments& a) { a.moe().experts[0].gate_up.cols += 1; }},
+       {"an expert without a type", "a routed expert is unknown",
         [](Arguments& a) { a.moe().experts[0].down.dtype = static_cast<DType>(77); }},
-       {"shared expert of another part", [](Arguments& a) { a.moe().shared.gate_up.rows *= 2; }},
-       {"no shared expert", [](Arguments& a) { a.moe().shared = {}; }},
-       {"top_k of zero", [](Arguments& a) { a.shape.top_k = 0; }},
-       {"top_k beyond the kept groups", [](Arguments& a) { a.shape.top_k = 5; }},
-       {"groups that do not divide", [](Arguments& a) { a.config.router.num_groups = 3; }},
-       {"more groups kept than there are", [](Arguments& a) { a.config.router.groups_kept = 5; }},
-       {"a dense layer of no width", [](Arguments& a) { a.weights.ffn = DenseFfnWeights{}; }}});
+       {"shared expert of another part", "the shared expert is [24, 32]",
+        [](Arguments& a) { a.moe().shared.gate_up.rows *= 2; }},
+       {"no shared expert", "the shared expert is empty, [0, 0]", [](Arguments& a) { a.moe().shared = {}; }},
+       {"top_k of zero", "top_k is 0; it must be in [1, 4], the experts of the kept groups",
+        [](Arguments& a) { a.shape.top_k = 0; }},
+       {"top_k beyond the kept groups", "top_k is 5; it must be in [1, 4], the experts of the kept groups",
+        [](Arguments& a) { a.shape.top_k = 5; }},
+       {"groups that do not divide", "the router keeps 2 of 3 groups of 8 experts",
+        [](Arguments& a) { a.config.router.num_groups = 3; }},
+       {"more groups kept than there are", "the router keeps 5 of 4 groups of 8 experts",
+        [](Arguments& a) { a.config.router.groups_kept = 5; }},
+       {"a dense layer of no width", "the FFN is empty, [0, 0]",
+        [](Arguments& a) { a.weights.ffn = DenseFfnWeights{}; }}});
   LayerSpec without_query_lora = LayerSpec::deepseek(false);
   without_query_lora.q_lora = 0;
   check_bad_calls(
       without_query_lora, {.kvp = 2},
-      {{"q_b without a query LoRA", [](Arguments& a) { a.mla().q_b = a.mla().w_uk; }},
-       {"q_a_norm without a query LoRA", [](Arguments& a) { a.mla().q_a_norm = a.mla().kv_a_norm; }},
-       {"qkv_a of the latent alone", [](Arguments& a) { a.mla().qkv_a.rows = a.shape.mla->latent_dim(); }}});
+      {{"q_b without a query LoRA", "q_lora_rank is 0, but the layer holds q_a_norm [0, 0] and q_b",
+        [](Arguments& a) { a.mla().q_b = a.mla().w_uk; }},
+       {"q_a_norm without a query LoRA", "q_lora_rank is 0, but the layer holds q_a_norm [1, 16] and q_b",
+        [](Arguments& a) { a.mla().q_a_norm = a.mla().kv_a_norm; }},
+       {"qkv_a of the latent alone", "qkv_a is [24, 32]",
+        [](Arguments& a) { a.mla().qkv_a.rows = a.shape.mla->latent_dim(); }}});
 }
 
 TEST_CASE("A KVP communicator that is not the topology's is refused with both ranks") {
@@ -375,6 +445,25 @@ TEST_CASE("An exchange that was built for another KVP group is refused") {
     CHECK(outcomes.code(r) == ErrorCode::invalid_argument);
     CHECK(outcomes.message(r).find("built for KVP group 2, this rank has TPA rank " +
                                    std::to_string(r % 2)) != std::string::npos);
+  }
+}
+
+TEST_CASE("An exchange that was built for fewer slices than HopB is refused") {
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(3, layer.hidden, 9);
+  const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
+  const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
+    auto backend = make_backend<CpuBackend>(topo, comm);
+    LayerRank<CpuBackend> rank(backend, topo, layer, script, {});
+    KvpAllToAll<CpuBackend> other(
+        backend,
+        KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(), /*max_slices=*/1));
+    decode_over(other, backend, topo, rank, script);
+  });
+  for (int r = 0; r < 4; ++r) {
+    CAPTURE(r, outcomes.message(r));
+    CHECK(outcomes.code(r) == ErrorCode::invalid_argument);
+    CHECK(outcomes.message(r).find("give KvpAllToAllSpec::max_slices as many") != std::string::npos);
   }
 }
 
