@@ -112,5 +112,35 @@ TEST_CASE("A host failure inside a layer aborts the stage without the caller's h
   CHECK(seen[1].find("a deliberate failure") != std::string::npos);
 }
 
+TEST_CASE("A host failure inside a layer aborts the communicator of the stage and that of the KVP group") {
+  const bool waits_in_stage = GENERATE(true, false);
+  CAPTURE(waits_in_stage);
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(2, layer.hidden, 9);
+  const Topology topo({.kvp = 2}, shape_of(layer));
+  std::vector<cpu::LocalComm> stages = cpu::LocalComm::create_group(2, std::chrono::seconds(5));
+  // As of an engine that makes each group by itself: aborting one does not abort the other.
+  std::vector<cpu::LocalComm> groups = cpu::LocalComm::create_group(2, std::chrono::seconds(5));
+  std::string seen;
+  run_ranks_or_throw(2, [&](cpu::LocalComm& comm) {
+    const auto me = static_cast<std::size_t>(comm.rank());
+    FailingBackend backend(stages[me], groups[me]);
+    LayerRank<FailingBackend> rank(backend, topo, layer, script, {});
+    auto stream = backend.create_stream();
+    try {
+      if (me == 0) {
+        backend.fail_in("append_kv", true);
+        rank.run(script.steps[0]);
+      } else {
+        (waits_in_stage ? stages : groups)[me].barrier(stream);
+        stream.synchronize();
+      }
+    } catch (const Error& error) {
+      if (me == 1) seen = error.what();
+    }
+  });
+  CHECK(seen.find("a deliberate failure") != std::string::npos);
+}
+
 }  // namespace
 }  // namespace helix::test

@@ -133,7 +133,9 @@ TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
   KvCacheSpec other_spec = spec;
   other_spec.tag = 1;
   Stage other({.kv_heads = 1}, other_spec);
+  other.cache(0).release(other.add());
   const SequenceId foreign = other.add();
+  CHECK((foreign.slot == live.slot && foreign.generation == live.generation));
   SequenceId far = live;
   far.slot = 2;
   SequenceId future = live;

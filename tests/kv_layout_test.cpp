@@ -147,6 +147,15 @@ TEST_CASE("very long sequences do not overflow") {
   }
 }
 
+TEST_CASE("few tokens in chunks of any size lie on the first rank") {
+  for (const std::int64_t chunk : {std::int64_t{1} << 30, std::int64_t{1} << 31, std::int64_t{1} << 40}) {
+    const KvLayout layout(4, chunk);
+    CAPTURE(chunk);
+    CHECK(layout.length(100, 0) == 100);
+    CHECK(layout.length(100, 3) == 0);
+  }
+}
+
 TEST_CASE("no tokens, or fewer than none, are no tokens") {
   const KvLayout layout(4, 16);
   for (std::int64_t r = 0; r < 4; ++r) {

@@ -384,6 +384,23 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("a slice of any size after any other lies apart from the next one") {
+  for (const std::int64_t heads : {1, 2, 3, 6, 16}) {
+    for (const std::int64_t dim : {1, 2, 3, 8, 63}) {
+      const ExchangeLayout layout(
+          {.max_tokens = 32, .num_query_heads = heads, .value_dim = dim, .max_slices = 8}, 4);
+      for (std::int64_t first = 0; first < 16; ++first) {
+        for (std::int64_t tokens = 1; tokens <= 16; ++tokens) {
+          CAPTURE(heads, dim, first, tokens);
+          const std::int64_t end = layout.begin({.index = 1, .first_token = first, .tokens = tokens}) +
+                                   ExchangeMessage(tokens, heads, dim, 4).message_bytes;
+          REQUIRE(end <= layout.begin({.index = 2, .first_token = first + tokens, .tokens = 1}));
+        }
+      }
+    }
+  }
+}
+
 /// A communicator that provides the memory for messages, full of NaN.
 class WindowComm : public cpu::LocalComm {
  public:

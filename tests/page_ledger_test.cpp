@@ -235,6 +235,18 @@ TEST_CASE("a reservation keeps its pages from others and shrinks as the sequence
   CHECK(ledger.pages_free(0) == 3);
 }
 
+TEST_CASE("pages that one sequence of a step has reserved are not taken by another that grows beside it") {
+  PageLedger ledger({.layout = KvLayout(1, 1), .page_tokens = 1, .pages = 10, .max_sequences = 2}, 0);
+  const SequenceId a = ledger.add(6);
+  const SequenceId b = ledger.add();
+  const std::vector<SequenceId> both{a, b};
+  CHECK_THROWS_AS(ledger.append(both, std::vector<std::int64_t>{1, 5}), Error);
+  CHECK(ledger.length(a) == 0);
+  ledger.append(both, std::vector<std::int64_t>{1, 4});
+  CHECK(ledger.pages_free(0) == 0);
+  ledger.append(std::vector{a}, std::vector<std::int64_t>{5});
+}
+
 TEST_CASE("the default max_tokens is what fits into the pages") {
   for (const auto& [kvp, chunk, page, pages] : {std::tuple{1, 1, 1, 1}, std::tuple{4, 16, 64, 3},
                                                 std::tuple{3, 7, 4, 5}, std::tuple{2, 100, 16, 3}}) {

@@ -389,7 +389,11 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
     stream.synchronize();
     for (const SequenceId& id : live) {
       const auto pages = cache.ledger().pages(id, 0);
-      REQUIRE(std::equal(pages.begin(), pages.end(), kv.page_table + id.slot * kMaxPages));
+      const std::int32_t* const row = kv.page_table + id.slot * kMaxPages;
+      REQUIRE(std::equal(pages.begin(), pages.end(), row));
+      const bool is_clean = std::all_of(row + pages.size(), row + kMaxPages,
+                                        [&](std::int32_t page) { return page == spec.pages; });
+      REQUIRE((is_clean || backend.sizes.empty()));  // entries that were lost go with the next copy
     }
     return backend.sizes;
   };
@@ -411,7 +415,7 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
     CAPTURE(step);
     const std::size_t at = random() % live.size();
     if (step % 3 == 0) {
-      cache.truncate(live[at], cache.length(live[at]) / 2);
+      for (int times = 0; times < 2; ++times) cache.truncate(live[at], cache.length(live[at]) / 2);
     } else if (step % 7 == 1) {
       cache.release(live[at]);
       live[at] = cache.add();

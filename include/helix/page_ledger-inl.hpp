@@ -348,7 +348,7 @@ inline void PageLedger::truncate(SequenceId id, std::int64_t new_length) {
 }
 
 inline SequenceId PageLedger::fork(SequenceId parent_id, std::int64_t prefix_tokens) {
-  Sequence& parent = sequences_[index_of(parent_id)];
+  const Sequence& parent = sequences_[index_of(parent_id)];
   HELIX_EXPECTS(prefix_tokens >= 0 && prefix_tokens <= parent.length, ErrorCode::invalid_argument,
                 "fork: the prefix of ", prefix_tokens, " tokens is not in [0, ", parent.length,
                 "], the parent's length");
@@ -368,7 +368,6 @@ inline SequenceId PageLedger::fork(SequenceId parent_id, std::int64_t prefix_tok
   }
 
   const SequenceId id = open(slot);
-  parent.settled_length = 0;  // it may share its last pages now
   child.length = prefix_tokens;
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
     const auto num_pages = static_cast<std::size_t>(pages_of(prefix_tokens, rank));

@@ -485,6 +485,15 @@ TEST_CASE("who keeps ranks waiting is a rank that waits for nobody, whatever ope
       {"a rank has left", {{2, 2, 1500}, {2, 2, 1500}, {1, 1, 0, true}}, "2 it has left"},
       {"it has left after its last step", {{2, 2, 1500}, {2, 2, 0, true}}, ""},
       {"one has left, and one hangs", {{2, 3, 1500}, {2, 1, 0, true}, {2, 2, 0}}, "2 it is behind"},
+      {"the first rank that waits is not the one that is farthest on",
+       {{50, 100, 1500}, {51, 102, 1500}, {50, 101, 0, false, false}},
+       "2 it is behind"},
+      {"of two that hang in one step, the one of fewer operations",
+       {{5, 9, 1500}, {5, 8, 0}, {5, 7, 0}},
+       "2 it is behind"},
+      {"of two that wait for nobody, one moves on",
+       {{5, 9, 1500}, {4, 8, 0, false, false}, {5, 9, 0}},
+       "2 it waits for nobody"},
   };
   for (const Row& row : rows) {
     CAPTURE(row.name);
@@ -640,4 +649,96 @@ TEST_CASE("the variables of torchrun, Open MPI and Slurm are understood") {
     CHECK_THROWS_WITH(options_from({{"RANK", rank}, {"WORLD_SIZE", "2"}}),
                       ContainsSubstring("RANK is") && ContainsSubstring("0 to 1"));
   }
+}
+
+namespace {
+
+/// Works as a rank does that makes operations and waits for nobody.
+void make_operations(Bootstrap& bootstrap, std::chrono::milliseconds time) {
+  const auto end = std::chrono::steady_clock::now() + time;
+  while (std::chrono::steady_clock::now() < end) {
+    bootstrap.begin_operation("all_reduce");
+    std::this_thread::sleep_for(10ms);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a rank that makes operations is not named, though another waits for longer than the timeout") {
+  const int working = GENERATE(0, 1);
+  CAPTURE(working);
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      2,
+      [&](const BootstrapOptions& options) {
+        Bootstrap bootstrap(options);
+        bootstrap.barrier();
+        if (options.rank == working) {
+          make_operations(bootstrap, 3500ms);
+        } else {
+          bootstrap.begin_wait();
+          std::this_thread::sleep_for(3500ms);
+          bootstrap.end_wait();
+        }
+        bootstrap.check();
+        bootstrap.barrier();
+      },
+      2s);
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("a rank is not named by an exchange that has just begun, though another waits for something else") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      3,
+      [](const BootstrapOptions& options) {
+        Bootstrap bootstrap(options);
+        bootstrap.barrier();
+        if (options.rank == 2) bootstrap.begin_wait();
+        if (options.rank == 2) std::this_thread::sleep_for(3200ms);
+        if (options.rank == 2) bootstrap.end_wait();
+        if (options.rank != 2) make_operations(bootstrap, options.rank == 0 ? 2600ms : 3200ms);
+        bootstrap.barrier();
+      },
+      2s);
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("a failure is told at once and the last rank leaves at once, however seldom heartbeats are") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      2,
+      [](BootstrapOptions options) {
+        options.heartbeat = 10s;
+        const auto has_taken = [](auto& since) {
+          return std::chrono::steady_clock::now() - std::exchange(since, std::chrono::steady_clock::now());
+        };
+        auto since = std::chrono::steady_clock::now();
+        {
+          Bootstrap bootstrap(options);
+          FailureWatch watch(bootstrap);
+          bootstrap.barrier();
+          has_taken(since);
+          if (options.rank == 1) bootstrap.fail("disk on fire");
+          expect(options.rank == 0 || has_taken(since) < 2s, "fail() returned late");
+          (void)watch.wait();
+          expect(has_taken(since) < 2s, "heard late");
+          std::this_thread::sleep_for(3s);  // the watching thread now sleeps until its next heartbeat
+          has_taken(since);
+        }
+        expect(has_taken(since) < 2s, "left late");
+      },
+      60s);
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("a rank whose heartbeat is asked for seldom is alive to the others") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      2,
+      [](BootstrapOptions options) {
+        if (options.rank == 1) options.heartbeat = 20s;
+        Bootstrap bootstrap(options);
+        std::this_thread::sleep_for(4s);
+        bootstrap.check();
+        bootstrap.barrier();
+      },
+      2s);
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
 }

@@ -628,3 +628,53 @@ TEST_CASE("the secret comes from a variable or a file, the job's name from the l
   CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "huge").string()}}),
              ContainsSubstring("has 1004097 bytes; a secret of 1 to 4096"));
 }
+
+namespace {
+
+/// Comes to rank 0 as rank 1 of 2, over one channel only.
+void come_by_one_channel(int port) {
+  using namespace helix::comm;
+  const Stranger visitor(port, "");
+  Challenge challenge;
+  recv_all(visitor.fd(), &challenge, sizeof(challenge), deadline_after(5s), kKeepWaiting);
+  Hello hello{.channel = Channel::control, .rank = 1, .size = 2};
+  hello.proof = JobKey{}.proof_of(hello, challenge, hello.process);
+  send_all(visitor.fd(), &hello, sizeof(hello), deadline_after(5s), kKeepWaiting);
+  Verdict verdict;
+  recv_all(visitor.fd(), &verdict, sizeof(verdict), deadline_after(5s), kKeepWaiting);
+}
+
+}  // namespace
+
+TEST_CASE("a rank that has come by one of its two connections has not come") {
+  const int port = free_port();
+  std::thread rank_1([&] { come_by_one_channel(port); });
+  const Outcome outcome = outcome_of({.rank = 0, .size = 2, .port = port, .timeout = 700ms});
+  rank_1.join();
+  CHECK(outcome.code == ErrorCode::timeout);
+  CHECK_THAT(outcome.message, ContainsSubstring("rank 1 of 2 did not connect to rank 0"));
+}
+
+TEST_CASE("ranks beyond those that rank 0 knows hear of the other size too") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      4,
+      [](BootstrapOptions options) {
+        if (options.rank == 0) options.size = 2;
+        if (options.rank > 1) std::this_thread::sleep_for(300ms);
+        Bootstrap bootstrap(options);
+      },
+      5s);
+  for (const Outcome& outcome : outcomes) {
+    CHECK(outcome.code == ErrorCode::invalid_argument);
+    CHECK_THAT(outcome.message, ContainsSubstring("says the job has 4 ranks, rank 0 says 2"));
+  }
+}
+
+TEST_CASE("what listens in rank 0's place without the job's secret is not taken for rank 0") {
+  using namespace helix::comm;
+  const MuteRank0 other;  // proves the empty secret
+  const Outcome outcome =
+      outcome_of({.rank = 1, .size = 2, .port = other.port(), .secret = "of the job", .timeout = 700ms});
+  CHECK(outcome.code == ErrorCode::timeout);
+  CHECK_THAT(outcome.message, ContainsSubstring("could not connect to rank 0"));
+}

@@ -109,6 +109,13 @@ TEST_CASE("V2: softmax over all experts, no renormalisation, scaled") {
   CHECK(choice.weights[0] == Approx(16 * .4));
 }
 
+TEST_CASE("V2: logits beyond the exponent's range give their softmax") {
+  const Choice choice = route({.scoring = RouterScoring::softmax, .top_k = 2}, {200, 199, -200, 0});
+  CHECK(choice.experts == std::vector<std::int32_t>{0, 1});
+  CHECK(choice.weights[0] == Approx(1 / (1 + std::exp(-1.0))));
+  CHECK(choice.weights[1] == Approx(1 / (1 + std::exp(1.0))));
+}
+
 TEST_CASE("ties go to the smaller expert and to the smaller group") {
   CHECK(route({.top_k = 3}, {1, 2, 2, 2, 1}).experts == std::vector<std::int32_t>{1, 2, 3});
   CHECK(route({.num_groups = 3, .groups_kept = 2, .top_k = 4}, {1, 1, 1, 1, 1, 1}).experts ==

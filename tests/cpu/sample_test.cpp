@@ -220,5 +220,26 @@ TEST_CASE("the log-probability of a token outside the vocabulary is NaN") {
   for (const std::size_t inside : {3, 4}) CHECK(log_probs[inside] == Approx(-std::log(3.0)));
 }
 
+TEST_CASE("the likeliest tokens come with the smaller id first on ties, and -1 beyond the vocabulary") {
+  const Operators ops;
+  const Operators::Stream stream = ops.create_stream();
+  std::vector<float> logits{0, 2, 1, 2};
+  const std::vector<std::int64_t> begins{0, 4};
+  const std::int32_t token = 0;
+  float log_prob = 0;
+  std::vector<std::int32_t> ids(6, 77);
+  std::vector<float> values(6);
+  ops.log_probs({.logits = {logits.data(), {1, 1, 4}},
+                 .shard_begins = begins.data(),
+                 .tokens = &token,
+                 .num_best = 6,
+                 .log_probs = &log_prob,
+                 .best_ids = ids.data(),
+                 .best_log_probs = values.data()},
+                stream);
+  ops.synchronize(stream);
+  CHECK(ids == std::vector<std::int32_t>{1, 3, 2, 0, -1, -1});
+}
+
 }  // namespace
 }  // namespace helix::test

@@ -315,6 +315,13 @@ TEST_CASE("sizes that no layer uses do not bind a topology") {
   CHECK(parse(config).shape.ffn == 512);
   CHECK(parse(config).shape.is_moe_layer(0));
   CHECK_FALSE(parse(config).shape.is_moe_layer(1));
+  config["num_hidden_layers"] = 5;
+  config["first_k_dense_replace"] = 1;  // of the layers from 1 on, those with even numbers
+  for (const std::int64_t layer : {0, 1, 2, 3, 4}) {
+    CAPTURE(layer);
+    CHECK(parse(config).shape.is_moe_layer(layer) == (layer == 2 || layer == 4));
+  }
+  config["num_hidden_layers"] = 3;
   config["first_k_dense_replace"] = 3;
   CHECK(parse(config).shape.ffn == 512);
   CHECK(parse(config).shape.num_experts() == 0);
@@ -534,6 +541,9 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
        {{"rope_parameters", {{"full_attention", {{"rope_theta", 1e4}}}}}},
        "one rope for all layers"},
       {llama(), {{"partial_rotary_factor", 0.5}}, "partial_rotary_factor is not 1"},
+      {llama(),
+       {{"rope_scaling", {{"type", "linear"}, {"factor", 2}, {"partial_rotary_factor", 0.5}}}},
+       "rope_scaling.partial_rotary_factor is not 1"},
       {llama(),
        {{"quantization_config", {{"quant_method", "awq"}}}},
        "quant_method is 'awq'; supported is fp8"},
@@ -757,6 +767,55 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
 
   config["rope_scaling"]["factor"] = nullptr;  // defaults to the ratio of the context lengths, 40
   check_frequencies(parse(config).rope.inverse_frequencies(), expected);
+}
+
+TEST_CASE("yarn blends between the first and the last dimension, over at least a thousandth of one") {
+  struct Row {
+    double theta;
+    double original;
+    double beta_fast;
+    double beta_slow;
+    bool truncate;
+  };
+  for (const Row& row :
+       {Row{10000, 128, 32, 1, true}, Row{10, 4096, 300, 1, true}, Row{10000, 6, 32, 1, true}}) {
+    CAPTURE(row.theta, row.original);
+    json config = deepseek_v3();
+    config["rope_theta"] = row.theta;
+    config["rope_scaling"] = {{"type", "yarn"},
+                              {"factor", 4},
+                              {"beta_fast", row.beta_fast},
+                              {"beta_slow", row.beta_slow},
+                              {"truncate", row.truncate},
+                              {"original_max_position_embeddings", static_cast<std::int64_t>(row.original)}};
+    const auto dimension_of = [&](double rotations) {
+      return 64.0 * std::log(row.original / (rotations * 2.0 * std::numbers::pi)) /
+             (2.0 * std::log(row.theta));
+    };
+    double low = dimension_of(row.beta_fast);
+    double high = dimension_of(row.beta_slow);
+    if (row.truncate) low = std::floor(low);
+    if (row.truncate) high = std::ceil(high);
+    low = low < 0.0 ? 0.0 : low;
+    high = high > 63.0 ? 63.0 : high;
+    if (low == high) high += 0.001;
+    std::vector<double> expected;
+    for (std::size_t i = 0; i < 32; ++i) {
+      const double frequency = standard_frequency(row.theta, 64, i);
+      double slow = (static_cast<double>(i) - low) / (high - low);
+      slow = slow < 0.0 ? 0.0 : slow > 1.0 ? 1.0 : slow;
+      expected.push_back(frequency / 4.0 * slow + frequency * (1.0 - slow));
+    }
+    check_frequencies(parse(config).rope.inverse_frequencies(), expected);
+  }
+}
+
+TEST_CASE("yarn over less than the trained context scales nothing up") {
+  json config = deepseek_v3();
+  config["max_position_embeddings"] = 2048;
+  config["rope_scaling"] = {
+      {"type", "yarn"}, {"factor", nullptr}, {"original_max_position_embeddings", 4096}};
+  CHECK(parse(config).rope.magnitude() == 1.0f);
 }
 
 TEST_CASE("a layer's config has the layer's window, the rope's magnitude and the latent norm's own epsilon") {

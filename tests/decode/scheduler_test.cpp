@@ -418,7 +418,7 @@ TEST_CASE("of ended requests, the one that was used longest ago is given up firs
 TEST_CASE("a request that needs memory takes it from the oldest, but not from the one that it continues",
           "[quick]") {
   SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;  // enough for 24 tokens over all ranks
+  spec.ledger.pages = 5;  // of 24 tokens over all ranks
   Decoder decoder(spec);
   for (const std::int32_t token : {1, 2, 3}) cached_tokens(decoder, uniform(token, 22));
   ServeRequest long_one = uniform(1, 50);
@@ -430,7 +430,7 @@ TEST_CASE("a request that needs memory takes it from the oldest, but not from th
 
 TEST_CASE("a request that would find no room even so leaves the caches of ended ones", "[quick]") {
   SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;  // enough for 24 tokens over all ranks
+  spec.ledger.pages = 5;  // of 24 tokens over all ranks
   Decoder decoder(spec);
   cached_tokens(decoder, uniform(1, 22));
   ServeRequest other = uniform(2, 80);
@@ -571,7 +571,7 @@ TEST_CASE("a request joins the replica with the fewest", "[quick]") {
 TEST_CASE("a replica that has no room for one request may have it for the next", "[quick]") {
   SchedulerSpec spec = small_spec();
   spec.num_replicas = 2;
-  spec.ledger.pages = 5;  // enough for 24 tokens over all ranks
+  spec.ledger.pages = 5;  // of 24 tokens over all ranks
   Decoder decoder(spec);
   std::int32_t token = 0;
   for (const std::int64_t pages : {3, 2, 3, 2}) {  // the third one finds room only in the second replica
@@ -581,6 +581,85 @@ TEST_CASE("a replica that has no room for one request may have it for the next",
   }
   decoder.step();
   CHECK(decoder.scheduler().stats().running == 4);
+}
+
+TEST_CASE("a request that says no max_tokens has at most what the context leaves it", "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.default_max_tokens = 16;
+  Decoder decoder(spec);
+  ServeRequest request = uniform(1, static_cast<std::size_t>(spec.max_tokens) - 5);
+  request.max_tokens.reset();
+  decoder.scheduler().take(request);
+  decoder.run_to_end();
+  CHECK(decoder.ends.at(request.id)["usage"]["completion_tokens"] == 5);
+}
+
+TEST_CASE("a waiting request that is cancelled leaves its turn to the next", "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.ledger.pages = 5;  // of 24 tokens over all ranks
+  Decoder decoder(spec);
+  ServeRequest first = uniform(1, 80);
+  first.max_tokens = 16;
+  const ServeRequest second = uniform(2, 40);
+  for (const ServeRequest& request : {first, second, uniform(3, 10)}) decoder.scheduler().take(request);
+  decoder.step();
+  CHECK(decoder.scheduler().stats().running == 1);
+  decoder.scheduler().take(CancelCommand{second.id});
+  decoder.step();
+  CHECK(decoder.scheduler().stats().running == 2);
+}
+
+TEST_CASE("a short request that ends early leaves its pages to the next", "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.ledger.pages = 5;  // of 24 tokens over all ranks
+  Decoder decoder(spec);
+  ServeRequest first = uniform(1, 2);
+  first.max_tokens = 118;
+  first.stop = {next_token(first.prompt)};
+  decoder.scheduler().take(first);
+  decoder.scheduler().take(uniform(2, 40));
+  decoder.step();
+  CHECK(decoder.ends.contains(first.id));
+  decoder.step();
+  CHECK(decoder.scheduler().stats().running == 1);
+}
+
+TEST_CASE("a request whose logits are not finite leaves its id and its pages", "[quick]") {
+  std::string events;
+  Scheduler scheduler(small_spec(), [&](const std::string& event) { events += event; });
+  for (int times = 0; times < 2; ++times) {
+    events.clear();
+    scheduler.take(uniform(1, 5));
+    CHECK(events.empty());
+    (void)scheduler.next();
+    scheduler.complete(
+        std::vector<ReplicaResult>{{.tokens = {-1}, .log_probs = {}, .best_ids = {}, .best_log_probs = {}}});
+    CHECK(events.find("no finite logits") != std::string::npos);
+    CHECK(scheduler.is_idle());
+    CHECK(scheduler.stats().pages_used == 0);
+  }
+}
+
+TEST_CASE("each request of a step gets as many of its own row's likeliest tokens as it asks for", "[quick]") {
+  std::map<std::string, nlohmann::json> best;
+  Scheduler scheduler(small_spec(), [&](const std::string& event) {
+    const auto parsed = nlohmann::json::parse(event);
+    if (parsed["event"] == "token") best[parsed["id"]] = parsed["best"];
+  });
+  for (const std::int32_t id : {1, 2, 3}) {
+    ServeRequest request = uniform(id, 2);
+    request.num_best = id == 2 ? 3 : 1;
+    scheduler.take(request);
+  }
+  const StepOrder order = scheduler.next();
+  CHECK(order.replicas[0].step.num_best == 3);
+  scheduler.complete(std::vector<ReplicaResult>{{.tokens = {7, 7, 7},
+                                                 .log_probs = {-1, -1, -1},
+                                                 .best_ids = {10, 11, 12, 20, 21, 22, 30, 31, 32},
+                                                 .best_log_probs = {-1, -2, -3, -4, -5, -6, -7, -8, -9}}});
+  CHECK(best.at("1") == nlohmann::json::parse("[[10, -1.0]]"));
+  CHECK(best.at("2") == nlohmann::json::parse("[[20, -4.0], [21, -5.0], [22, -6.0]]"));
+  CHECK(best.at("3") == nlohmann::json::parse("[[30, -7.0]]"));
 }
 
 TEST_CASE("requests without a seed draw by seeds of their own, those with one by it", "[quick]") {

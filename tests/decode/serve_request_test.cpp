@@ -97,4 +97,20 @@ TEST_CASE("cancel, stats and forget are commands of their own", "[quick]") {
   CHECK(std::holds_alternative<decode::ForgetCommand>(command(R"({"forget":true})")));
 }
 
+TEST_CASE("a command beside other keys, and a request whose values contradict the model's, are refused",
+          "[quick]") {
+  const auto refusal = [](const std::string& line) {
+    const auto command = decode::parse_command(line, {});
+    REQUIRE(std::holds_alternative<decode::BadLine>(command));
+    return std::get<decode::BadLine>(command).message;
+  };
+  for (const char* line : {R"({"cancel":"b","stats":true})", R"({"id":"a","prompt":[1],"cancel":"b"})"})
+    CHECK(refusal(line).find("\"cancel\" stands beside other keys") != std::string::npos);
+  CHECK(refusal(R"({"id":"a","prompt":[1],"forget":true})").find("\"forget\" stands") != std::string::npos);
+  for (const char* penalty : {"repetition_penalty", "presence_penalty", "frequency_penalty"}) {
+    const std::string line = R"({"id":"a","prompt":[1],")" + std::string(penalty) + R"(":101})";
+    CHECK(refusal(line).find(std::string(penalty) + " is 101") != std::string::npos);
+  }
+}
+
 }  // namespace helix::test

@@ -32,6 +32,27 @@ Model small_model(const char* preset, std::int64_t head_dim = 128) {
   return model;
 }
 
+TEST_CASE("a tied embedding is one table where the first stage is the last, and one a stage elsewhere") {
+  const auto weights = [](bool is_tied, int stages) {
+    Model model = small_model("llama-3.1-8b");
+    model.tie_word_embeddings = is_tied;
+    return in_bytes(plan_memory(model, {16, 16, 16}, {.pp = stages}, {.context = tokens(100)}).weights);
+  };
+  const double table = 2.0 * 256 * static_cast<double>(model_preset("llama-3.1-8b").shape.hidden);
+  CHECK(weights(false, 1) - weights(true, 1) == table);
+  CHECK(weights(false, 3) == weights(true, 3));
+}
+
+TEST_CASE("half a token more takes a page more") {
+  const auto kv = [](double context) {
+    return plan_memory(small_model("llama-3.1-8b"), {16, 16, 16}, {},
+                       {.context = tokens(context), .page_tokens = 64})
+        .kv;
+  };
+  CHECK(kv(64) < kv(64.5));
+  CHECK(kv(64.5) == kv(65));
+}
+
 TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every rank") {
   const std::vector<std::int64_t> lengths{1, 100, 257, 1000};
   for (const Model& model :

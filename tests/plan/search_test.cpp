@@ -190,6 +190,34 @@ TEST_CASE("no answer is an error that says what to change") {
   CHECK(slow->says("the fastest"));
 }
 
+TEST_CASE("the error of a limit that nothing meets names the fastest, whatever was wanted") {
+  const StepModel model(model_preset("llama-3.1-405b"), {}, hardware_preset("h200"));
+  const Workload workload{.context = tokens(1e6)};
+  const SearchSpace space{
+      .max_gpus = 64, .max_batch = 4, .ttl_limit = microseconds(1), .objective = Objective::throughput};
+  SearchSpace fast = space;
+  fast.ttl_limit.reset();
+  fast.objective = Objective::latency;
+  const SearchResult all = search(model, workload, fast);
+  const auto failure = failure_of([&] { search_or_throw(model, workload, space); });
+  REQUIRE(failure);
+  CHECK(failure->says("the fastest, " + all.candidates[*all.best].layout.to_string() + ", takes"));
+}
+
+TEST_CASE("a strategy of which something fits has not lost by memory") {
+  const StepModel model(model_preset("llama-3.1-405b"), kFp4, hardware_preset("gb200"));
+  const Workload workload{.context = tokens(1e6)};
+  const SearchSpace space{.max_gpus = 64, .batches = {1, 16}, .pipeline_stages = {1}};
+  const SearchResult result = search_or_throw(model, workload, space);
+  REQUIRE(result.counts.out_of_memory > 0);
+  std::set<Strategy> fitting;
+  for (const Candidate& candidate : result.candidates) fitting.insert(candidate.layout.strategy);
+  for (const Loss& loss : explain_losses(model, workload, space, result)) {
+    INFO(loss.text);
+    CHECK((loss.reason == LossReason::memory) == !fitting.contains(loss.layout.strategy));
+  }
+}
+
 TEST_CASE("where no layout is legal the error names the GPUs asked for and the nearest number that has one") {
   const StepModel model(model_preset("llama-3.1-405b"), {}, hardware_preset("h200"));
   const auto says = [&](const SearchSpace& space, const std::string& words) {

@@ -629,4 +629,36 @@ TEST_CASE("what cannot be timed is refused with the reason") {
   CHECK(failure_of([&] { StepModel(Model{}, {}, step.hardware()); })->says("hidden is 0"));
 }
 
+TEST_CASE("each slice of attention costs its own overhead, which is counted as overhead") {
+  Hardware hardware = hardware_preset("h200");
+  hardware.attention_read = {};
+  hardware.overheads.per_operator = microseconds(3);
+  hardware.overheads.per_slice = microseconds(2);
+  const StepModel model(model_preset("llama-3.1-8b"), {}, hardware);
+  Layout layout;
+  layout.kvp = layout.tpf = 2;
+  layout.hop_b_slices = 4;
+  Time overhead;
+  for (const OperatorTime& op : model.explain(layout, {.context = tokens(1e5), .batch = 8}).operators) {
+    if (op.op == Operator::attention) overhead = op.overhead;
+  }
+  CHECK(in_microseconds(overhead) == Approx(4 * (3 + 2)));
+}
+
+TEST_CASE("attention computes at the rate of its wider operand") {
+  const auto attention = [](double kv_bits) {
+    const StepModel model(model_preset("llama-3.1-8b"),
+                          {.weight_bits = 16, .kv_bits = kv_bits, .activation_bits = 16},
+                          hardware_preset("gb200"));
+    Time time;
+    // Many query tokens a sequence: bound by operations, not by bytes.
+    for (const OperatorTime& op :
+         model.explain({}, {.context = tokens(1e5), .step_tokens = 4096}).operators) {
+      if (op.op == Operator::attention) time = op.time;
+    }
+    return in_microseconds(time);
+  };
+  CHECK(attention(4) == Approx(attention(16)));
+}
+
 }  // namespace

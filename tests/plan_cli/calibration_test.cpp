@@ -3,6 +3,7 @@
 #include "calibration.hpp"
 
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -101,6 +102,27 @@ TEST_CASE("collectives over windows count only where none went over NCCL, and no
   CHECK(us({layer(2, 6, true)}, Collective::all_to_all) == 0);
   CHECK(us({layer(2, 6, true)}, Collective::all_reduce) == 6);
   CHECK(us({layer(2, 6, false), layer(9, 8, false)}, Collective::all_to_all) == Approx(6).epsilon(0.02));
+}
+
+TEST_CASE("aggregates and failed cases are no measurements, and a later file replaces a case") {
+  const auto cases = helix::plan_cli::parse_bench_results(R"({"benchmarks": [
+    {"name": "a/manual_time", "run_type": "iteration", "us": 1},
+    {"name": "a/manual_time", "run_type": "aggregate", "aggregate_name": "mean", "us": 9},
+    {"name": "b", "error_occurred": true, "us": 9},
+    {"name": "c", "us": 3}]})",
+                                                          "file");
+  REQUIRE(cases.size() == 2);
+  CHECK((cases[0].name == "a" && cases[0].value("us") == 1));
+  CHECK((cases[1].name == "c" && cases[1].value("us") == 3));
+  const auto folder = std::filesystem::temp_directory_path();
+  std::vector<std::filesystem::path> files;
+  for (const char* us : {"1", "2"}) {
+    files.push_back(folder / (std::string("helix_later_file_") + us + ".json"));
+    std::ofstream(files.back()) << R"({"benchmarks": [{"name": "a", "us": )" << us << "}]}";
+  }
+  const auto read = helix::plan_cli::read_bench_results(files);
+  REQUIRE(read.size() == 1);
+  CHECK(read[0].value("us") == 2);
 }
 
 }  // namespace
