@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Kernels that read memory at its peak rate, by loads or by bulk copies, and one that fills it.
 #include <algorithm>
 
 #include <helix/error.hpp>

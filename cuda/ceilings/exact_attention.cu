@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Exact attention, a block a query row, and random rows of DType::fp8_ds_mla for it to read.
 #include <helix/kv_format.hpp>
 #include <helix/synthetic_kv.hpp>
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Counts the work in flight, and waits for it in the destructor of a static object, at most for a grace
+// period.
 #include "cuda/comm/last_work.hpp"
 
 #include <chrono>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Takes the smallest kept range that fits, or maps a new one; if there is no memory for it, unmaps the kept
+// ones.
 #include "cuda/comm/peer_ranges.hpp"
 
 #include <algorithm>

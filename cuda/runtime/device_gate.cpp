@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The sections of DeviceGate: counts under one mutex of the process.
 #include "cuda/runtime/device_gate.hpp"
 
 #include <condition_variable>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Sets a thread's device, and restores the previous one if it was another.
 #include "cuda/runtime/device_scope.hpp"
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// cuda::Graph: captures a stream's work, instantiates it without memsets, and replays it.
 #include <cuda_runtime_api.h>
 
 #include <helix/cuda/graph.hpp>

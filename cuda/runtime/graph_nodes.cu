@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Replaces a memset of a captured graph by a kernel with the same neighbours.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Devices, streams, events and memory by calls of the CUDA runtime, whose failures become errors.
 #include <cstring>
 #include <memory>
 #include <string_view>

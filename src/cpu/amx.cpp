@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Splits f32 into bf16 terms, lays them out for tiles, and multiplies them in AVX-512 and AMX instructions;
+// elsewhere, definitions that are never called.
 #include "cpu/amx.hpp"
 
 #if defined(__x86_64__) && defined(__linux__)

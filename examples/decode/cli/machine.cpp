@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads memory and cores from /proc and from the files of control groups, v1 and v2.
 #include "cli/machine.hpp"
 
 #include <algorithm>

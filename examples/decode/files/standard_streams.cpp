@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Opens closed standard streams, ignores the signals of failed writes, and writes errors at once.
 #include "files/standard_streams.hpp"
 
 #include <cerrno>

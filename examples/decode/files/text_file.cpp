@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads a text file, and recognises the pointer that Git LFS leaves in place of a file.
 #include "files/text_file.hpp"
 
 #include <span>
