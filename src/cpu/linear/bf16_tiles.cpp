@@ -27,8 +27,6 @@ constexpr std::int64_t kTile = amx::kRows * amx::kStep;  // elements
 constexpr std::int64_t kTileSums = amx::kRows * amx::kRows;
 constexpr std::int64_t kBlock = 2 * amx::kRows;  ///< Weight rows, and activation rows, of a product.
 constexpr std::int64_t kBlockSums = 4 * kTileSums;
-/// Columns after which sums are folded; equal to that of multiply_tiles().
-constexpr std::int64_t kChunk = 2048;
 /// Columns of a panel: a copy of weights that stays in L1, 32 KB.
 constexpr std::int64_t kPanel = 512;
 /// Activation rows whose sums are kept while panels change; 32 KB.
@@ -136,15 +134,15 @@ class Walk {
     if (task_.num_rows <= kBlock) {
       for (std::int64_t first = 0; first < task_.num_weight_rows; first += kBlock) {
         const std::int64_t count = std::min(kBlock, task_.num_weight_rows - first);
-        for (std::int64_t begin = 0; begin < task_.cols; begin += kChunk) {
-          ahead_ = next_weights(task_, first, kBlock, begin, kChunk);
-          multiply({first, count, begin, std::min(kChunk, task_.cols - begin), 0, task_.num_rows});
+        for (std::int64_t begin = 0; begin < task_.cols; begin += kTileChunk) {
+          ahead_ = next_weights(task_, first, kBlock, begin);
+          multiply({first, count, begin, std::min(kTileChunk, task_.cols - begin), 0, task_.num_rows});
         }
       }
       return;
     }
-    for (std::int64_t begin = 0; begin < task_.cols; begin += kChunk) {
-      const std::int64_t cols = std::min(kChunk, task_.cols - begin);
+    for (std::int64_t begin = 0; begin < task_.cols; begin += kTileChunk) {
+      const std::int64_t cols = std::min(kTileChunk, task_.cols - begin);
       for (std::int64_t row = 0; row < task_.num_rows; row += kGroupRows) {
         const std::int64_t rows = std::min(kGroupRows, task_.num_rows - row);
         for (std::int64_t first = 0; first < task_.num_weight_rows; first += kBlock) {
@@ -207,7 +205,7 @@ class Walk {
   const bf16* weight_;
   const bf16* rows_;
   amx::Ahead ahead_;
-  alignas(64) bf16 copy_[kBlock * kChunk];
+  alignas(64) bf16 copy_[kBlock * kTileChunk];
   alignas(64) float sums_[kGroupRows / kBlock * kBlockSums];
 };
 

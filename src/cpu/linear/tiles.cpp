@@ -9,10 +9,6 @@
 namespace helix::cpu::linear {
 namespace {
 
-/// Columns processed at once (their activations take 192 KB for 16 rows), after which sums are folded.
-/// Hardware prefetchers follow the 32 rows that are read side by side: with 512 columns a core reaches 85 %
-/// of its bandwidth, with 1024 92 %.
-constexpr std::int64_t kChunk = 2048;
 /// Weight rows multiplied at once.
 constexpr std::int64_t kWeightRows = amx::kMaxRows;
 
@@ -61,7 +57,7 @@ void multiply_chunk(const Task& task, std::int64_t first, std::int64_t row, std:
   alignas(64) float dots[kWeightRows * amx::kRows];
   const std::int64_t count = std::min(kWeightRows, task.num_weight_rows - first);
   const std::int64_t rows = std::min(amx::kRows, task.num_rows - row);
-  const std::int64_t cols = std::min(kChunk, task.cols - begin);
+  const std::int64_t cols = std::min(kTileChunk, task.cols - begin);
   const std::int64_t width = amx::padded_rows(rows);
   const std::int64_t block_elements = packed_cols(task.cols) / amx::kStep * amx::step_elements(amx::kRows);
   const auto* parts = static_cast<const bf16*>(task.in) + row / amx::kRows * block_elements +
@@ -80,12 +76,12 @@ void multiply_tiles(const Task& task) {
   const amx::Session session;
   if (task.num_rows <= amx::kRows) {
     for (std::int64_t first = 0; first < task.num_weight_rows; first += kWeightRows) {
-      for (std::int64_t begin = 0; begin < task.cols; begin += kChunk)
-        multiply_chunk(task, first, 0, begin, next_weights(task, first, kWeightRows, begin, kChunk));
+      for (std::int64_t begin = 0; begin < task.cols; begin += kTileChunk)
+        multiply_chunk(task, first, 0, begin, next_weights(task, first, kWeightRows, begin));
     }
     return;
   }
-  for (std::int64_t begin = 0; begin < task.cols; begin += kChunk) {
+  for (std::int64_t begin = 0; begin < task.cols; begin += kTileChunk) {
     for (std::int64_t row = 0; row < task.num_rows; row += amx::kRows) {
       for (std::int64_t first = 0; first < task.num_weight_rows; first += kWeightRows)
         multiply_chunk(task, first, row, begin, {});
@@ -98,18 +94,17 @@ void pack_for_tiles(const float* in, std::int64_t in_stride, std::int64_t count,
   amx::split_rows(in, in_stride, count, cols, 1.0f, to);
 }
 
-amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin,
-                        std::int64_t chunk) {
+amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin) {
   // Hardware follows a row once it is being read, so prefetch its first lines. 8 rows of activations take 1
   // to 2 % less with 8 lines, the same with 2 and with 4; f32 takes more with 16. All lines in address order
   // took 5 to 13 % more, although vectors, which read fewer rows at once, take 20 % less with it.
   constexpr std::int64_t kRun = 8;
   if (task.reading != Reading::ahead) return {};
-  const bool is_last = begin + chunk >= task.cols;
+  const bool is_last = begin + kTileChunk >= task.cols;
   const std::int64_t row = is_last ? first + count : first;
-  const std::int64_t column = is_last ? 0 : begin + chunk;
+  const std::int64_t column = is_last ? 0 : begin + kTileChunk;
   if (row + count > task.num_weight_rows && !task.goes_on) return {};
-  const std::int64_t steps = (std::min(chunk, task.cols - begin) + amx::kStep - 1) / amx::kStep;
+  const std::int64_t steps = (std::min(kTileChunk, task.cols - begin) + amx::kStep - 1) / amx::kStep;
   constexpr auto kBytes = static_cast<std::int64_t>(sizeof(bf16));
   return {.next = static_cast<const char*>(task.weight) + (row * task.cols + column) * kBytes,
           .lines = (count * kRun + steps - 1) / steps,
