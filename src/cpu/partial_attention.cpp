@@ -41,8 +41,7 @@ constexpr std::int64_t kPassUnits = 256;
 constexpr std::int64_t kTileAlign = 256;  // splits are whole key tiles
 constexpr std::int64_t kAlignBytes = 64;
 
-constexpr std::int64_t kTasksPerThread = 4;   // tasks take several heads only while this many are left
-constexpr std::int64_t kMaxDirectGroup = 16;  // most query heads of a KV head that read rows directly
+constexpr std::int64_t kTasksPerThread = 4;  // tasks take several heads only while this many are left
 constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // keys and values; smaller calls say little
 
 /// Ways to read memory, with their names in the tuners. The first suits cores that follow many streams at
@@ -205,7 +204,7 @@ class PartialAttention {
   /// 0.
   std::int64_t tuned_bytes() const {
     const KvFormat& format = args_.kv.format;
-    if (group_ > kMaxDirectGroup || format.is_mixed()) return 0;
+    if (group_ > kDirectRows || format.is_mixed()) return 0;
     const auto& offsets = args_.batch.query_offsets_host;
     std::int64_t rows = 0;
     for (std::int64_t sequence = 0; sequence < args_.batch.num_sequences(); ++sequence) {

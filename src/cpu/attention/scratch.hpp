@@ -14,7 +14,6 @@
 
 namespace helix::cpu {
 
-inline constexpr std::int64_t kDirectRows = 16;
 inline constexpr std::int64_t kDirectTile = 256;  ///< keys between two updates of the running maximum
 inline constexpr std::int64_t kReadRun = 64;      ///< keys of a head that are read before the next head's
 inline constexpr std::int64_t kPackedTile = 64;

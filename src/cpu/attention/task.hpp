@@ -48,6 +48,8 @@ struct AttentionVariant {
   bool is_narrow = false;
 };
 
+/// Most query rows of a KV head for which the direct kernel reads keys and values.
+inline constexpr std::int64_t kDirectRows = 16;
 inline constexpr int kMaxTaskHeads = 8;
 inline constexpr std::int64_t kTaskRows = 64;  ///< Most rows of a task of several heads, in whole blocks.
 
