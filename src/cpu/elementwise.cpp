@@ -10,6 +10,7 @@
 #include "cpu/batch_offsets.hpp"
 #include "cpu/kv_rows.hpp"
 #include "cpu/row_tasks.hpp"
+#include "cpu/swiglu.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -186,9 +187,7 @@ void Operators::swiglu(const SwigluArgs<float>& args, Stream stream) const {
     const std::int64_t width = args.out.extent(1);
     for_each_row(*pool, args.out.extent(0), width, [&](std::int64_t row) {
       const float* gate = &args.gate_up(row, 0);
-      const float* up = gate + width;
-      float* out = &args.out(row, 0);
-      for (std::int64_t i = 0; i < width; ++i) out[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+      swiglu_row(gate, gate + width, &args.out(row, 0), width);
     });
   });
 }

@@ -14,6 +14,7 @@
 
 #include "cpu/linear/product.hpp"
 #include "cpu/row_tasks.hpp"
+#include "cpu/swiglu.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -222,8 +223,7 @@ void run_experts(const ExpertFfnArgs<float>& args, ThreadPool& pool, ProductInpu
           [&](std::int64_t expert) -> const WeightView& { return weights_of(expert).gate_up; });
   for_each_row(pool, rows, 4 * ffn, [&](std::int64_t row) {  // the exponential costs as much as four elements
     float* gate = &buffers.gate_up(row, 0);
-    const float* up = gate + ffn;
-    for (std::int64_t i = 0; i < ffn; ++i) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+    swiglu_row(gate, gate + ffn, gate, ffn);
   });
   project(products, buffers, num_active, buffers.gate_up.slice(1, 0, ffn), buffers.out,
           [&](std::int64_t expert) -> const WeightView& { return weights_of(expert).down; });
