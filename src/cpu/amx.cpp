@@ -47,16 +47,6 @@ HELIX_AVX512 Split split(__m512 x) noexcept {
   return result;
 }
 
-/// Packs the upper halves of two vectors as words: for each 4 lanes the first vector's, then the second's.
-HELIX_AVX512 __m512i pack(__m512i first, __m512i second) noexcept {
-  return _mm512_packus_epi32(_mm512_srli_epi32(first, 16), _mm512_srli_epi32(second, 16));
-}
-
-/// Packs the upper halves of two vectors as 32 words in order.
-HELIX_AVX512 __m512i join(__m512i first, __m512i second) noexcept {
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), pack(first, second));
-}
-
 /// Transposes 8 vectors of 8 lanes of 64 bits.
 HELIX_AVX512 void transpose_pairs(__m512i* x) noexcept {
   __m512i y[8];
@@ -120,7 +110,7 @@ HELIX_AMX void split_full_rows(const float* rows, std::int64_t row_stride, std::
         lower = split(load_row(from, mask, f));
         upper = split(load_row(from + 16, mask >> 16, f));
       }
-      for (int p = 0; p < 3; ++p) part[p][r] = join(lower.part[p], upper.part[p]);
+      for (int p = 0; p < 3; ++p) part[p][r] = join_upper(lower.part[p], upper.part[p]);
     }
     for (int p = 0; p < 3; ++p, parts += kTile) {
       transpose(part[p]);
@@ -145,8 +135,8 @@ HELIX_AMX void split_half_rows(const float* rows, std::int64_t row_stride, std::
       bf16* to = parts + half * kHalfRows * kStep;
       for (std::int64_t line = 0; line < kHalfRows; ++line, to += kStep) {
         const Split s = split(_mm512_castsi512_ps(x[line]));
-        _mm512_store_si512(to, pack(s.part[0], s.part[1]));
-        _mm512_store_si512(to + kTile, pack(s.part[2], _mm512_setzero_si512()));
+        _mm512_store_si512(to, pack_upper(s.part[0], s.part[1]));
+        _mm512_store_si512(to + kTile, pack_upper(s.part[2], _mm512_setzero_si512()));
       }
     }
   }
@@ -190,7 +180,7 @@ HELIX_AMX void split_columns_of(const float* columns, std::int64_t count, bf16* 
       const Split upper = split(_mm512_castsi512_ps(x[1][r]));
       bf16* to = parts + r * kStep;
       for (int p = 0; p < 3; ++p, to += kSplitRows * kStep)
-        _mm512_store_si512(to, join(lower.part[p], upper.part[p]));
+        _mm512_store_si512(to, join_upper(lower.part[p], upper.part[p]));
       if constexpr (kHalf) _mm512_store_si512(to, _mm512_setzero_si512());
     }
     parts += kHalf ? 2 * kTile : 3 * kTile;

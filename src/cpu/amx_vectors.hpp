@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files that use tile registers share: function attributes and a transposition.
+// What the files that use tile registers share: function attributes, joined halves and a transposition.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -21,6 +21,16 @@ namespace helix::cpu::amx {
 /// A compiler barrier: the compiler does not know that tile loads read memory.
 HELIX_AVX512 void barrier() noexcept {
   __asm__ volatile("" ::: "memory");
+}
+
+/// Packs the upper halves of two vectors as words: for each 4 lanes the first vector's, then the second's.
+HELIX_AVX512 __m512i pack_upper(__m512i first, __m512i second) noexcept {
+  return _mm512_packus_epi32(_mm512_srli_epi32(first, 16), _mm512_srli_epi32(second, 16));
+}
+
+/// Packs the upper halves of two vectors as 32 words in order.
+HELIX_AVX512 __m512i join_upper(__m512i first, __m512i second) noexcept {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), pack_upper(first, second));
 }
 
 /// Transposes 16 vectors of 16 lanes.

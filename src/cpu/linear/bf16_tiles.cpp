@@ -220,7 +220,6 @@ HELIX_AVX512 __m512i round_upper(__m512 x) {
 
 HELIX_AMX void pack(const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols,
                     bf16* to) {
-  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
   for (std::int64_t d = 0; d < cols; d += amx::kStep, to += kTile) {
     const auto mask = static_cast<__mmask32>((std::uint64_t{1} << std::min(amx::kStep, cols - d)) - 1);
     __m512i x[amx::kRows] = {};
@@ -228,8 +227,7 @@ HELIX_AMX void pack(const float* in, std::int64_t in_stride, std::int64_t count,
       const float* from = in + r * in_stride + d;
       const __m512i lower = round_upper(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from));
       const __m512i upper = round_upper(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), from + 16));
-      const __m512i both = _mm512_packus_epi32(_mm512_srli_epi32(lower, 16), _mm512_srli_epi32(upper, 16));
-      x[r] = _mm512_permutexvar_epi64(order, both);
+      x[r] = amx::join_upper(lower, upper);
     }
     amx::transpose(x);
     for (std::int64_t line = 0; line < amx::kRows; ++line)
