@@ -193,10 +193,10 @@ class PartialAttention {
     unit.begin = std::min(unit.begin, unit.end);
     const std::int64_t length = unit.end - unit.begin;
     const std::int64_t most = std::clamp<std::int64_t>(kUnitPartials / num_tokens, 1, kMaxSplits);
-    const std::int64_t wanted = std::clamp<std::int64_t>((length + kSplitTokens - 1) / kSplitTokens, 1, most);
-    const std::int64_t even = (length + wanted - 1) / wanted;
-    unit.split_tokens = std::max(kTileAlign, (even + kTileAlign - 1) / kTileAlign * kTileAlign);
-    unit.num_splits = std::max<std::int64_t>(1, (length + unit.split_tokens - 1) / unit.split_tokens);
+    const std::int64_t wanted = std::clamp<std::int64_t>(ceil_div(length, kSplitTokens), 1, most);
+    const std::int64_t even = ceil_div(length, wanted);
+    unit.split_tokens = std::max(kTileAlign, round_up(even, kTileAlign));
+    unit.num_splits = std::max<std::int64_t>(1, ceil_div(length, unit.split_tokens));
     return unit;
   }
 
@@ -226,14 +226,14 @@ class PartialAttention {
     const auto block_rows = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(group_)));
     std::int64_t most = std::min<std::int64_t>(variant_.heads, kMaxTaskHeads);
     while (most > 1 && (most * block_rows > kTaskRows ||
-                        num_splits * ((heads_ + most - 1) / most) < kTasksPerThread * pool_.num_threads())) {
+                        num_splits * ceil_div(heads_, most) < kTasksPerThread * pool_.num_threads())) {
       most /= 2;
     }
     for (std::int64_t i = 0; i < num_units_; ++i) {
       Unit& unit = units_[static_cast<std::size_t>(i)];
       unit.task_heads = unit.num_tokens == 1 ? most : 1;
       unit.first_task = num_tasks_;
-      num_tasks_ += unit.num_splits * ((heads_ + unit.task_heads - 1) / unit.task_heads);
+      num_tasks_ += unit.num_splits * ceil_div(heads_, unit.task_heads);
     }
   }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include <helix/cpu/thread_pool.hpp>
+#include <helix/integers.hpp>
 
 namespace helix::cpu {
 
@@ -21,7 +22,7 @@ void for_each_row(ThreadPool& pool, std::int64_t rows, std::int64_t elements_a_r
     const std::int64_t end = std::min(rows, (index + 1) * rows_a_task);
     for (std::int64_t row = index * rows_a_task; row < end; ++row) body(row);
   };
-  pool.parallel_for((rows + rows_a_task - 1) / rows_a_task, task);
+  pool.parallel_for(ceil_div(rows, rows_a_task), task);
 }
 
 }  // namespace helix::cpu

@@ -16,6 +16,8 @@
 
 #include <immintrin.h>
 
+#include <helix/integers.hpp>
+
 #include "cpu/amx.hpp"
 #include "cpu/amx_vectors.hpp"
 
@@ -119,7 +121,7 @@ struct Chunk {
   std::int64_t cols;
   std::int64_t row;  ///< activation row
   std::int64_t rows;
-  std::int64_t steps() const { return (cols + amx::kStep - 1) / amx::kStep; }
+  std::int64_t steps() const { return ceil_div(cols, amx::kStep); }
 };
 
 class Walk {
@@ -155,7 +157,7 @@ class Walk {
 
  private:
   void multiply(const Chunk& chunk) {
-    const std::int64_t blocks = (chunk.rows + kBlock - 1) / kBlock;
+    const std::int64_t blocks = ceil_div(chunk.rows, kBlock);
     const bf16* from = weight_ + chunk.first * task_.cols + chunk.begin;
     const std::int64_t row_bytes = task_.cols * static_cast<std::int64_t>(sizeof(bf16));
     const bool is_copied = blocks > 1 || chunk.count < kBlock || chunk.cols % amx::kStep != 0;

@@ -101,7 +101,7 @@ class BlockWalk {
   explicit BlockWalk(const Task& task)
       : task_(task),
         weight_(static_cast<const Weight*>(task.weight)),
-        row_blocks_((task.num_rows + kBlockRows - 1) / kBlockRows) {}
+        row_blocks_(ceil_div(task.num_rows, kBlockRows)) {}
 
   void run() {
     if constexpr (Kernel::kReadsAhead) {

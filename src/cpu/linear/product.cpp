@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include <helix/integers.hpp>
+
 #include "cpu/amx.hpp"
 #include "cpu/linear/task.hpp"
 #include "cpu/tuner.hpp"
@@ -234,7 +236,7 @@ class Batch {
   std::int64_t rows_of_place(const Product& product) const {
     const Kernel kernel = kernel_of(product);
     if (!is_tiled(kernel)) return packed_rows(product.num_rows);
-    const std::int64_t blocks = (product.num_rows + kTileRows - 1) / kTileRows;
+    const std::int64_t blocks = ceil_div(product.num_rows, kTileRows);
     return blocks * tile_bytes(kernel) / static_cast<std::int64_t>(sizeof(float));
   }
   /// Activation rows that are packed together.
@@ -249,7 +251,7 @@ class Batch {
 
   void pack() {
     const std::int64_t block_rows = rows_of_block(at(0));
-    const std::int64_t blocks = (at(0).num_rows + block_rows - 1) / block_rows;
+    const std::int64_t blocks = ceil_div(at(0).num_rows, block_rows);
     if (num_places_ == 1 && blocks * block_rows * cols_ >= kSharedPackElements) {
       pool_.parallel_for(blocks, [&](std::int64_t block, int) { pack_block(0, block * block_rows); });
     } else if (num_places_ > 1 && first_row_->back() * cols_ >= kSharedPackElements) {
@@ -308,7 +310,7 @@ class Batch {
     struct alignas(64) Share {
       std::atomic<std::int64_t> next{0};
     };
-    const std::int64_t tasks_a_product = (weight_rows_ + task_rows - 1) / task_rows;
+    const std::int64_t tasks_a_product = ceil_div(weight_rows_, task_rows);
     const std::int64_t tasks = count_ * tasks_a_product;
     const std::int64_t num_threads = std::min<std::int64_t>(tasks, pool_.num_threads());
     const std::int64_t num_shares = std::min(num_threads, kMaxShares);

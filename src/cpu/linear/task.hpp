@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include <helix/dtype.hpp>
+#include <helix/integers.hpp>
 
 #include "cpu/amx.hpp"
 
@@ -33,7 +34,7 @@ constexpr std::int64_t packed_rows(std::int64_t num_rows) {
 
 /// Columns that `cols` columns occupy when packed.
 constexpr std::int64_t packed_cols(std::int64_t cols) {
-  return (cols + kColumnStep - 1) / kColumnStep * kColumnStep;
+  return round_up(cols, kColumnStep);
 }
 
 /// The kernel that multiplies.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include <helix/integers.hpp>
+
 #include "cpu/amx.hpp"
 #include "cpu/linear/task.hpp"
 
@@ -104,10 +106,10 @@ amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count
   const std::int64_t row = is_last ? first + count : first;
   const std::int64_t column = is_last ? 0 : begin + kTileChunk;
   if (row + count > task.num_weight_rows && !task.goes_on) return {};
-  const std::int64_t steps = (std::min(kTileChunk, task.cols - begin) + amx::kStep - 1) / amx::kStep;
+  const std::int64_t steps = ceil_div(std::min(kTileChunk, task.cols - begin), amx::kStep);
   constexpr auto kBytes = static_cast<std::int64_t>(sizeof(bf16));
   return {.next = static_cast<const char*>(task.weight) + (row * task.cols + column) * kBytes,
-          .lines = (count * kRun + steps - 1) / steps,
+          .lines = ceil_div(count * kRun, steps),
           .run = kRun,
           .to_next_run = task.cols * kBytes - kRun * 64};
 }
