@@ -191,7 +191,7 @@ HELIX_AMX void split_columns_of(const float* columns, std::int64_t count, bf16* 
 // rows and 16 rows give a row the same bits: (first + third part) + second part.
 template <int kTiles, bool kHalf>
 HELIX_AMX void multiply_rows_of(const std::byte* rows, std::int64_t row_bytes, const bf16* parts,
-                                std::int64_t steps, float* dots, bool add, Ahead ahead) noexcept {
+                                std::int64_t steps, float* dots, bool add, RowsAhead ahead) noexcept {
   barrier();
   const std::byte* next_rows = rows + kRows * row_bytes;
   _tile_zero(0);
@@ -370,7 +370,8 @@ void split_columns(const float* columns, std::int64_t num_rows, std::int64_t cou
 }
 
 void multiply_rows(const void* rows, std::int64_t row_bytes, std::int64_t num_tiles, const bf16* parts,
-                   std::int64_t num_rows, std::int64_t steps, float* dots, bool add, Ahead ahead) noexcept {
+                   std::int64_t num_rows, std::int64_t steps, float* dots, bool add,
+                   RowsAhead ahead) noexcept {
   const bool half = num_rows <= kHalfRows;
   const auto multiply = num_tiles == 1 ? (half ? multiply_rows_of<1, true> : multiply_rows_of<1, false>)
                                        : (half ? multiply_rows_of<2, true> : multiply_rows_of<2, false>);
@@ -405,7 +406,7 @@ Session::~Session() = default;
 void split_rows(const float*, std::int64_t, std::int64_t, std::int64_t, float, bf16*) noexcept {}
 void split_columns(const float*, std::int64_t, std::int64_t, bf16*) noexcept {}
 void multiply_rows(const void*, std::int64_t, std::int64_t, const bf16*, std::int64_t, std::int64_t, float*,
-                   bool, Ahead) noexcept {}
+                   bool, RowsAhead) noexcept {}
 void interleave_rows(const bf16* const*, std::int64_t, bf16*) noexcept {}
 void multiply_columns(const bf16*, std::int64_t, const bf16*, std::int64_t, std::int64_t, std::int64_t,
                       const float*, float*, std::int64_t) noexcept {}

@@ -39,7 +39,7 @@ constexpr std::int64_t step_elements(std::int64_t num_rows) {
 }
 
 /// Cache lines that products prefetch while they multiply: `run` lines of each row.
-struct Ahead {
+struct RowsAhead {
   const char* next = nullptr;
   std::int64_t lines = 0;  ///< Lines per step.
   std::int64_t run = 1;
@@ -85,7 +85,7 @@ void split_columns(const float* columns, std::int64_t num_rows, std::int64_t cou
 /// `row_bytes` apart, and padded_rows(num_rows) rows r. Prefetches `ahead`.
 void multiply_rows(const void* rows, std::int64_t row_bytes, std::int64_t num_tiles, const bf16* parts,
                    std::int64_t num_rows, std::int64_t steps, float* dots, bool add,
-                   Ahead ahead = {}) noexcept;
+                   RowsAhead ahead = {}) noexcept;
 
 /// Rearranges kStep rows of `count` elements for multiply_columns(): [count / 16, rounded up to even] tiles.
 /// Of each 32 columns the even ones come first, then the odd ones.

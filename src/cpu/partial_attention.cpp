@@ -50,24 +50,24 @@ constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // keys and values;
 /// per cycle.
 constexpr std::array<Variant<AttentionVariant>, 19> kVariants = {{
     {"heads1", {.heads = 1}},
-    {"plain", {.heads = 1, .is_interleaved = false, .ahead = Ahead::none}},
+    {"plain", {.heads = 1, .is_interleaved = false, .prefetch = Prefetch::none}},
     {"heads2", {.heads = 2}},
     {"heads4", {.heads = 4}},
     {"heads8", {.heads = 8}},
     {"heads8.in_order", {.heads = 8, .is_interleaved = false}},
-    {"heads2.straight", {.heads = 2, .ahead = Ahead::straight}},
-    {"heads4.straight", {.heads = 4, .ahead = Ahead::straight}},
-    {"heads8.straight", {.heads = 8, .ahead = Ahead::straight}},
-    {"heads4.along", {.heads = 4, .ahead = Ahead::along}},
-    {"heads8.along", {.heads = 8, .ahead = Ahead::along}},
+    {"heads2.straight", {.heads = 2, .prefetch = Prefetch::straight}},
+    {"heads4.straight", {.heads = 4, .prefetch = Prefetch::straight}},
+    {"heads8.straight", {.heads = 8, .prefetch = Prefetch::straight}},
+    {"heads4.along", {.heads = 4, .prefetch = Prefetch::along}},
+    {"heads8.along", {.heads = 8, .prefetch = Prefetch::along}},
     {"heads1.short", {.heads = 1, .has_short_passes = true}},
     {"heads4.short", {.heads = 4, .has_short_passes = true}},
-    {"heads8.straight.short", {.heads = 8, .ahead = Ahead::straight, .has_short_passes = true}},
+    {"heads8.straight.short", {.heads = 8, .prefetch = Prefetch::straight, .has_short_passes = true}},
     {"heads1.narrow", {.heads = 1, .is_narrow = true}},
     {"heads4.narrow", {.heads = 4, .is_narrow = true}},
     {"heads8.narrow", {.heads = 8, .is_narrow = true}},
-    {"heads4.straight.narrow", {.heads = 4, .ahead = Ahead::straight, .is_narrow = true}},
-    {"heads8.straight.narrow", {.heads = 8, .ahead = Ahead::straight, .is_narrow = true}},
+    {"heads4.straight.narrow", {.heads = 4, .prefetch = Prefetch::straight, .is_narrow = true}},
+    {"heads8.straight.narrow", {.heads = 8, .prefetch = Prefetch::straight, .is_narrow = true}},
 }};
 constexpr std::span<const Variant<AttentionVariant>> kAll = kVariants;
 constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(14);

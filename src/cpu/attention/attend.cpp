@@ -56,18 +56,18 @@ HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, st
                                   TokenRange range) {
   for (int head = 0; head < heads.count; ++head) pack_queries<T>(heads[head], first_row, num_rows);
   if constexpr (kHasReadings) {
-    switch (heads.first.task.variant.ahead) {
-      case Ahead::none:
+    switch (heads.first.task.variant.prefetch) {
+      case Prefetch::none:
         break;
-      case Ahead::across:
-        return direct<T, Ahead::across>(heads, first_row, num_rows, range);
-      case Ahead::straight:
-        return direct<T, Ahead::straight>(heads, first_row, num_rows, range);
-      case Ahead::along:
-        return direct<T, Ahead::along>(heads, first_row, num_rows, range);
+      case Prefetch::across:
+        return direct<T, Prefetch::across>(heads, first_row, num_rows, range);
+      case Prefetch::straight:
+        return direct<T, Prefetch::straight>(heads, first_row, num_rows, range);
+      case Prefetch::along:
+        return direct<T, Prefetch::along>(heads, first_row, num_rows, range);
     }
   }
-  direct<T, Ahead::none>(heads, first_row, num_rows, range);
+  direct<T, Prefetch::none>(heads, first_row, num_rows, range);
 }
 
 /// Attends with rows [first_row, + num_rows) to every key of `range`. All of the rows see all of the keys, so

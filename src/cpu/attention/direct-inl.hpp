@@ -161,7 +161,7 @@ struct DirectTile {
   bool is_permuted = false;         ///< whether those two differ
 };
 
-/// State of the ways to prefetch (Ahead); each uses its own.
+/// State of the ways to prefetch; each uses its own.
 template <class T>
 struct Asked {
   NextKeys<T> next_keys;
@@ -183,17 +183,17 @@ HWY_INLINE int blocks_of(std::int64_t num_rows) {
 }
 
 /// Computes the scores of R rows of a head with `count` of its keys, from the tile's `begin` on.
-template <class T, Ahead kAhead, int R>
+template <class T, Prefetch kPrefetch, int R>
 HWY_INLINE void score_block(const State& s, const DirectTile<T>& tile, Asked<T>& asked, std::int64_t begin,
                             std::int64_t count, const float* q, float* scores) {
   const std::int64_t to_keys = elements_between<T>(tile.first_head->keys, s.task.keys);
-  if constexpr (kAhead == Ahead::none) {
+  if constexpr (kPrefetch == Prefetch::none) {
     PlainRows<T> keys{tile.read + begin, to_keys};
     direct_scores<T, R>(keys, count, s, q, scores);
-  } else if constexpr (kAhead == Ahead::across) {
+  } else if constexpr (kPrefetch == Prefetch::across) {
     KeyRows<T> keys{tile.read + begin, to_keys, elements_between<T>(tile.first_head->keys, s.task.values)};
     direct_scores<T, R>(keys, count, s, q, scores);
-  } else if constexpr (kAhead == Ahead::along) {
+  } else if constexpr (kPrefetch == Prefetch::along) {
     AlongRows<T> keys = along_rows<T>(tile.read + begin, to_keys, count, s.d, asked.behind);
     direct_scores<T, R>(keys, count, s, q, scores);
   } else {
@@ -204,20 +204,20 @@ HWY_INLINE void score_block(const State& s, const DirectTile<T>& tile, Asked<T>&
 }
 
 /// Adds values [begin, begin + count) of the tile, of one head, to the sums of one block, weighted.
-template <class T, Ahead kAhead, int R>
+template <class T, Prefetch kPrefetch, int R>
 HWY_INLINE void add_block(const State& s, const DirectTile<T>& tile, Asked<T>& asked, std::int64_t begin,
                           std::int64_t count, const Block& block) {
   const T* const* rows = tile.place + begin;
   const std::int64_t to_values = elements_between<T>(tile.first_head->keys, s.task.values);
   const bool is_whole = count == tile.count;
-  if constexpr (kAhead == Ahead::none) {
+  if constexpr (kPrefetch == Prefetch::none) {
     PlainRows<T> values{rows, to_values};
     direct_values<R>(s, block, values, begin, count, is_whole);
-  } else if constexpr (kAhead == Ahead::across) {
+  } else if constexpr (kPrefetch == Prefetch::across) {
     ValueRows<T> values{rows, to_values, asked.next_keys};
     direct_values<R>(s, block, values, begin, count, is_whole);
     asked.next_keys = values.next;
-  } else if constexpr (kAhead == Ahead::along) {
+  } else if constexpr (kPrefetch == Prefetch::along) {
     AlongRows<T> values = along_rows<T>(rows, to_values, tile.count - begin, s.dv, asked.behind);
     direct_values<R>(s, block, values, begin, count, is_whole);
   } else {
@@ -228,13 +228,13 @@ HWY_INLINE void add_block(const State& s, const DirectTile<T>& tile, Asked<T>& a
 }
 
 /// Computes the scores of all heads' rows with a tile's keys.
-template <class T, Ahead kAhead>
+template <class T, Prefetch kPrefetch>
 HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile, Asked<T>& asked) {
   for (std::int64_t begin = 0; begin < tile.count; begin += tile.read_run) {
     const std::int64_t count = std::min(tile.read_run, tile.count - begin);
     for (int head = 0; head < heads.count; ++head) {
       const State s = heads[head];
-      if constexpr (kAhead == Ahead::along) {
+      if constexpr (kPrefetch == Prefetch::along) {
         if (head + 1 < heads.count) {
           asked.behind = {tile.read + begin, count, (head + 1) * tile.to_head};
         } else if (begin + count < tile.count) {
@@ -248,14 +248,14 @@ HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile, Aske
         rows = block_rows(tile.num_rows - row);
         const float* q = s.q + row * s.d;
         float* scores = s.read_scores + row * kDirectTile + begin * rows;
-        HELIX_WITH_ROWS(rows, (score_block<T, kAhead, R>(s, tile, asked, begin, count, q, scores)))
+        HELIX_WITH_ROWS(rows, (score_block<T, kPrefetch, R>(s, tile, asked, begin, count, q, scores)))
       }
     }
   }
 }
 
 /// Turns the scores of one head into weights, and adds its weighted values.
-template <class T, Ahead kAhead>
+template <class T, Prefetch kPrefetch>
 HWY_NOINLINE void add_tile(const State& s, const DirectTile<T>& tile, Asked<T>& asked) {
   float* scores = tile.is_permuted ? s.scores : s.read_scores;
   int rows = 0;
@@ -273,13 +273,13 @@ HWY_NOINLINE void add_tile(const State& s, const DirectTile<T>& tile, Asked<T>& 
     for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
       rows = block_rows(tile.num_rows - row);
       const Block block = block_at(s, tile.first_row, tile.num_rows, row, rows, scores);
-      HELIX_WITH_ROWS(rows, (add_block<T, kAhead, R>(s, tile, asked, part, count, block)))
+      HELIX_WITH_ROWS(rows, (add_block<T, kPrefetch, R>(s, tile, asked, part, count, block)))
     }
   }
 }
 
 /// Attends with the same rows of several heads to the keys of `range`.
-template <class T, Ahead kAhead>
+template <class T, Prefetch kPrefetch>
 HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
                          TokenRange range) {
   const AttentionTask& task = heads.tasks[0];
@@ -318,7 +318,7 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
     // After the last tile the next keys are those of this tile: prefetching them again is harmless.
     const auto* next_rows = reinterpret_cast<const T* const*>(next_count > 0 ? next_read : read);
     const std::int64_t next_rows_count = std::max<std::int64_t>(next_count, 1);
-    if constexpr (kAhead == Ahead::across) {
+    if constexpr (kPrefetch == Prefetch::across) {
       asked.next_keys = {.row = next_rows,
                          .run_end = next_rows + std::min(tile.read_run, next_rows_count),
                          .width = heads.first.d,
@@ -327,21 +327,21 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
                          .run = tile.read_run,
                          .head_elements = tile.to_head,
                          .num_heads = heads.count};
-    } else if constexpr (kAhead == Ahead::straight) {
+    } else if constexpr (kPrefetch == Prefetch::straight) {
       asked.course.begin({tile.read, tile.count, 0, heads.first.d},
                          {tile.place, tile.count, tile.to_values, heads.first.dv},
                          {next_rows, next_rows_count, 0, heads.first.d});
     }
-    score_tile<T, kAhead>(heads, tile, asked);
+    score_tile<T, kPrefetch>(heads, tile, asked);
     for (int head = 0; head < heads.count; ++head) {
-      if constexpr (kAhead == Ahead::along) {
+      if constexpr (kPrefetch == Prefetch::along) {
         if (head + 1 < heads.count) {
           asked.behind = {tile.place, tile.count, tile.to_values + (head + 1) * tile.to_head};
         } else {
           asked.behind = {next_rows, next_rows_count, 0};
         }
       }
-      add_tile<T, kAhead>(heads[head], tile, asked);
+      add_tile<T, kPrefetch>(heads[head], tile, asked);
     }
     std::swap(read, next_read);
     tile.count = next_count;

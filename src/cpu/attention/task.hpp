@@ -24,7 +24,7 @@ struct StoredRows {
 };
 
 /// Which rows are prefetched while others are read.
-enum class Ahead {
+enum class Prefetch {
   none,
   across,    ///< Values while keys are multiplied, the next tile's keys while values are.
   straight,  ///< Rows in the order in which they are read, one head's tile ahead.
@@ -39,7 +39,7 @@ struct AttentionVariant {
   /// Whether keys are read from several runs of the tile in turn, the order of the sums. Otherwise they are
   /// read as they lie: a page of one head and then that page of the next.
   bool is_interleaved = true;
-  Ahead ahead = Ahead::across;
+  Prefetch prefetch = Prefetch::across;
   /// Whether a block whose sums do not fit in registers reads a few of a tile's values at a time through all
   /// groups of columns, so that later groups find them in L1. Otherwise each group reads the whole tile's
   /// values.

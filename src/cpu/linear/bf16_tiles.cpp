@@ -45,7 +45,7 @@ struct WeightTiles {
 /// sums[activation tile][weight tile][weight row][activation row] = or += the products over `steps`.
 template <int kRowTiles>
 HELIX_AMX void multiply_block(const WeightTiles& weights, const bf16* rows, std::int64_t to_next_rows,
-                              std::int64_t steps, float* sums, bool continues, amx::Ahead ahead) {
+                              std::int64_t steps, float* sums, bool continues, amx::RowsAhead ahead) {
   amx::barrier();
   if (continues) {
     _tile_loadd(0, sums, kLineBytes);
@@ -206,7 +206,7 @@ class Walk {
   const Task& task_;
   const bf16* weight_;
   const bf16* rows_;
-  amx::Ahead ahead_;
+  amx::RowsAhead ahead_;
   alignas(64) bf16 copy_[kBlock * kTileChunk];
   alignas(64) float sums_[kGroupRows / kBlock * kBlockSums];
 };

@@ -17,7 +17,7 @@
 namespace helix::cpu::linear {
 
 /// Cache lines that a kernel prefetches, step by step.
-struct Ahead {
+struct LinesAhead {
   const char* next = nullptr;
   std::int64_t line_bytes = 0;  ///< Bytes between consecutive prefetches.
 };
@@ -31,7 +31,7 @@ struct Tile {
   const void* rows;   ///< Packed.
   std::int64_t cols;
   float* dots;  ///< [weight row][R]
-  Ahead ahead;
+  LinesAhead ahead;
 };
 
 /// Weight rows that the product of a strip multiplies at once.
@@ -294,7 +294,7 @@ class BlockWalk {
   const Task& task_;
   const Weight* weight_;
   std::int64_t row_blocks_;
-  Ahead ahead_;
+  LinesAhead ahead_;
 };
 
 }  // namespace helix::cpu::linear

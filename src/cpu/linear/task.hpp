@@ -93,7 +93,7 @@ void multiply_bf16_tiles(const Task& task);
 
 /// What tile registers prefetch while they multiply weight rows [first, + count) of `task` over a chunk of
 /// columns from `begin` on: the beginnings of the rows that they read next.
-amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin);
+amx::RowsAhead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin);
 
 /// Whether this machine has dot products of bf16 pairs with f32 sums. HELIX_BF16_DOTS=0 in the environment
 /// disables them. Decided at the first call.

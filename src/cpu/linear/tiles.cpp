@@ -25,7 +25,7 @@ struct SplitRows {
 /// Multiplies `count` <= kWeightRows weight rows with split rows of activations. dots: [weight row][padded
 /// rows].
 void multiply_weights(const Task& task, std::int64_t first, std::int64_t count, const SplitRows& in,
-                      amx::Ahead ahead, float* dots) {
+                      amx::RowsAhead ahead, float* dots) {
   const auto* weights = static_cast<const bf16*>(task.weight) + first * task.cols + in.begin;
   const std::int64_t row_bytes = task.cols * static_cast<std::int64_t>(sizeof(bf16));
   const std::int64_t whole_rows = count / amx::kRows * amx::kRows;
@@ -55,7 +55,7 @@ void multiply_weights(const Task& task, std::int64_t first, std::int64_t count, 
 
 /// Multiplies weight rows [first, + count) with a block of activations over a chunk, into the task's results.
 void multiply_chunk(const Task& task, std::int64_t first, std::int64_t row, std::int64_t begin,
-                    amx::Ahead ahead) {
+                    amx::RowsAhead ahead) {
   alignas(64) float dots[kWeightRows * amx::kRows];
   const std::int64_t count = std::min(kWeightRows, task.num_weight_rows - first);
   const std::int64_t rows = std::min(amx::kRows, task.num_rows - row);
@@ -96,7 +96,7 @@ void pack_for_tiles(const float* in, std::int64_t in_stride, std::int64_t count,
   amx::split_rows(in, in_stride, count, cols, 1.0f, to);
 }
 
-amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin) {
+amx::RowsAhead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin) {
   // Hardware follows a row once it is being read, so prefetch its first lines. 8 rows of activations take 1
   // to 2 % less with 8 lines, the same with 2 and with 4; f32 takes more with 16. All lines in address order
   // took 5 to 13 % more, although vectors, which read fewer rows at once, take 20 % less with it.
