@@ -86,16 +86,16 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
   }
 }
 
-/// Executes one task. `Kernel` provides: Weight, the stored type; Row, the packed type; kChunk, columns after
-/// which sums are folded; kGroup<R>, weight rows at once; kStep, columns per step; kSumFloats, floats of a
-/// vector of sums; kReadsAhead, whether it supports Reading::ahead, Reading::rows and Reading::strips;
+/// Executes one task. `Arithmetic` provides: Weight, the stored type; Row, the packed type; kChunk, columns
+/// after which sums are folded; kGroup<R>, weight rows at once; kStep, columns per step; kSumFloats, floats
+/// of a vector of sums; kReadsAhead, whether it supports Reading::ahead, Reading::rows and Reading::strips;
 /// multiply<R, kLines>(Tile), which prefetches kLines lines per step (0, or if it reads ahead 1, kGroup<R> or
 /// half of that, rounded up); multiply_row<R>(Tile, ahead) for one weight row, which prefetches `ahead`
 /// elements after each step that it reads; and multiply_strip<R0, R1>(Strip), for blocks of R0 and R1 rows.
-template <class Kernel>
+template <class Arithmetic>
 class BlockWalk {
-  using Weight = typename Kernel::Weight;
-  using Row = typename Kernel::Row;
+  using Weight = typename Arithmetic::Weight;
+  using Row = typename Arithmetic::Row;
 
  public:
   explicit BlockWalk(const Task& task)
@@ -104,7 +104,7 @@ class BlockWalk {
         row_blocks_(ceil_div(task.num_rows, kBlockRows)) {}
 
   void run() {
-    if constexpr (Kernel::kReadsAhead) {
+    if constexpr (Arithmetic::kReadsAhead) {
       if (task_.reading == Reading::rows && are_near()) return multiply_rows();
       if (task_.reading == Reading::rows || task_.reading == Reading::strips) return multiply_strips();
     }
@@ -131,7 +131,7 @@ class BlockWalk {
   /// Columns of a strip of R activation rows; a chunk has a power of two of strips.
   template <std::int64_t R>
   static constexpr std::int64_t strip_cols() {
-    std::int64_t cols = Kernel::kChunk;
+    std::int64_t cols = Arithmetic::kChunk;
     while (cols * R * static_cast<std::int64_t>(sizeof(Row)) > kStripBytes) cols /= 2;
     return cols;
   }
@@ -139,13 +139,13 @@ class BlockWalk {
   /// Up to two blocks of activations memory is the limit, and a small block of weights leaves room in L2 for
   /// the next one; beyond, activations come from L2 too, once per block of weights.
   std::int64_t block_weight_rows() const {
-    if (task_.num_rows == 1) return Kernel::template kGroup<1>;
-    if (task_.num_rows == 2) return Kernel::template kGroup<2>;
-    return (row_blocks_ <= 2 ? 2 : 8) * Kernel::template kGroup<4>;
+    if (task_.num_rows == 1) return Arithmetic::template kGroup<1>;
+    if (task_.num_rows == 2) return Arithmetic::template kGroup<2>;
+    return (row_blocks_ <= 2 ? 2 : 8) * Arithmetic::template kGroup<4>;
   }
 
   bool reads_ahead() const {
-    return Kernel::kReadsAhead && row_blocks_ <= kMaxBlocksAhead &&
+    return Arithmetic::kReadsAhead && row_blocks_ <= kMaxBlocksAhead &&
            (task_.reading == Reading::ahead || task_.reading == Reading::ahead_pairs);
   }
 
@@ -164,8 +164,8 @@ class BlockWalk {
   /// Calls use(begin, cols) for each chunk of columns.
   template <class Use>
   void for_each_chunk(const Use& use) const {
-    for (std::int64_t begin = 0; begin < task_.cols; begin += Kernel::kChunk)
-      use(begin, std::min<std::int64_t>(Kernel::kChunk, task_.cols - begin));
+    for (std::int64_t begin = 0; begin < task_.cols; begin += Arithmetic::kChunk)
+      use(begin, std::min<std::int64_t>(Arithmetic::kChunk, task_.cols - begin));
   }
 
   /// Whether all activations are one block, and all of their columns fit in L1.
@@ -188,8 +188,8 @@ class BlockWalk {
     constexpr std::int64_t kAhead = kRowsAheadBytes / static_cast<std::int64_t>(sizeof(Weight));
     alignas(64) float dots[kBlockRows];
     const auto* rows = static_cast<const Row*>(task_.in) + begin * R;
-    Kernel::template multiply_row<R>({weight_ + n * task_.cols + begin, task_.cols, 0, rows, cols, dots, {}},
-                                     kAhead);
+    Arithmetic::template multiply_row<R>(
+        {weight_ + n * task_.cols + begin, task_.cols, 0, rows, cols, dots, {}}, kAhead);
     add_dots<R>(task_, dots, 0, n, 1, begin == 0 && !task_.accumulate);
   }
 
@@ -223,8 +223,8 @@ class BlockWalk {
     constexpr std::int64_t kCols = strip_cols<R>();
     constexpr std::int64_t kRowBytes = kCols * static_cast<std::int64_t>(sizeof(Weight));
     constexpr std::int64_t kAhead = std::max(kStripAheadBytes / kRowBytes, std::int64_t{2}) / 2 * 2;
-    static_assert(kStripGroup == 2 && kAhead < kStripRows && Kernel::kChunk % kCols == 0);
-    alignas(64) float sums[static_cast<std::size_t>(kStripRows * R * Kernel::kSumFloats)];
+    static_assert(kStripGroup == 2 && kAhead < kStripRows && Arithmetic::kChunk % kCols == 0);
+    alignas(64) float sums[static_cast<std::size_t>(kStripRows * R * Arithmetic::kSumFloats)];
     alignas(64) float dots[static_cast<std::size_t>(kStripRows * R) + 3];
     const auto* rows = static_cast<const Row*>(task_.in) + row * packed_cols(task_.cols);
     for (std::int64_t at = begin; at < begin + cols; at += kCols) {
@@ -250,7 +250,7 @@ class BlockWalk {
         strip.ahead_rows = kAhead;
         strip.next_offset = has_next ? next : 0;
       }
-      Kernel::template multiply_strip<R0, R1>(strip);
+      Arithmetic::template multiply_strip<R0, R1>(strip);
     }
     add_dots<R>(task_, dots, row, first, count, begin == 0 && !task_.accumulate);
   }
@@ -258,14 +258,14 @@ class BlockWalk {
   template <int R>
   void multiply_groups(std::int64_t row, std::int64_t first, std::int64_t count, std::int64_t begin,
                        std::int64_t cols) {
-    constexpr std::int64_t kGroup = Kernel::template kGroup<R>;
+    constexpr std::int64_t kGroup = Arithmetic::template kGroup<R>;
     constexpr std::int64_t kHalf = (kGroup + 1) / 2;
     alignas(64) float dots[static_cast<std::size_t>(kGroup * R)];
     const auto* rows = static_cast<const Row*>(task_.in) + row * packed_cols(task_.cols) + begin * R;
     const bool is_first = begin == 0 && !task_.accumulate;
     // Prefetching a step's bytes of weights is divided among the blocks of activations.
     const std::int64_t step_bytes =
-        kGroup * Kernel::kStep * static_cast<std::int64_t>(sizeof(Weight)) / row_blocks_;
+        kGroup * Arithmetic::kStep * static_cast<std::int64_t>(sizeof(Weight)) / row_blocks_;
     const std::int64_t lines =
         step_bytes <= 64                                                                       ? 1
         : row_blocks_ > 1 || task_.reading == Reading::ahead_pairs || step_bytes < kGroup * 64 ? kHalf
@@ -276,16 +276,16 @@ class BlockWalk {
       const Tile<Weight> tile{
           weight_ + (first + n) * task_.cols + begin, task_.cols, group - 1, rows, cols, dots, ahead_};
       if (ahead_.next == nullptr) {
-        Kernel::template multiply<R, 0>(tile);
-      } else if constexpr (Kernel::kReadsAhead) {
+        Arithmetic::template multiply<R, 0>(tile);
+      } else if constexpr (Arithmetic::kReadsAhead) {
         if (lines == kGroup) {
-          Kernel::template multiply<R, kGroup>(tile);
+          Arithmetic::template multiply<R, kGroup>(tile);
         } else if (lines == 1) {
-          Kernel::template multiply<R, 1>(tile);
+          Arithmetic::template multiply<R, 1>(tile);
         } else {
-          Kernel::template multiply<R, kHalf>(tile);
+          Arithmetic::template multiply<R, kHalf>(tile);
         }
-        ahead_.next += step_bytes * (cols / Kernel::kStep);
+        ahead_.next += step_bytes * (cols / Arithmetic::kStep);
       }
       add_dots<R>(task_, dots, row, first + n, group, is_first);
     }
