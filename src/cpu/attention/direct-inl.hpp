@@ -27,6 +27,7 @@
 #include "cpu/attention/product-inl.hpp"
 #include "cpu/attention/softmax-inl.hpp"
 #include "cpu/attention/state-inl.hpp"
+#include "cpu/dots-inl.hpp"
 #include "cpu/widen-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();

@@ -12,6 +12,7 @@
 #include <hwy/highway.h>
 
 #include "cpu/attention/state-inl.hpp"
+#include "cpu/dots-inl.hpp"
 #include "cpu/widen-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();

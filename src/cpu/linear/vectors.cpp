@@ -13,6 +13,7 @@
 
 #include <hwy/highway.h>
 
+#include "cpu/dots-inl.hpp"
 #include "cpu/linear/blocks.hpp"
 #include "cpu/linear/task.hpp"
 #include "cpu/widen-inl.hpp"
