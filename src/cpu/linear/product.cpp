@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses the kernel, packs activations, divides weight rows into tasks, and chooses how to read them.
+// Chooses the kernel, packs activations, and divides weight rows into tasks.
 #include "cpu/linear/product.hpp"
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <span>
-#include <string>
 #include <vector>
 
 #include <helix/integers.hpp>
 
 #include "cpu/amx.hpp"
+#include "cpu/linear/readings.hpp"
 #include "cpu/linear/task.hpp"
-#include "cpu/tuner.hpp"
 
 namespace helix::cpu {
 
@@ -27,116 +25,8 @@ namespace {
 
 /// With fewer elements, handing rows to threads takes longer than packing them.
 constexpr std::int64_t kSharedPackElements = 65536;
-/// Up to this many rows memory bandwidth is the limit, and the fastest way of reading is measured.
-constexpr std::int64_t kFewRows = 2 * kBlockRows;
 /// Most threads that have tasks of their own; further threads take what these leave.
 constexpr std::int64_t kMaxShares = 64;
-/// Least bytes of weights for timing: read often enough, and too large to stay in a cache.
-constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
-
-/// With more than kBlockRows rows `rows` is the same as `strips`, so the last entries are for up to
-/// kBlockRows only.
-constexpr Variant<Reading> kVectorReadings[] = {{"ahead", Reading::ahead},
-                                                {"plain", Reading::plain},
-                                                {"near", Reading::near},
-                                                {"strips", Reading::strips},
-                                                {"rows", Reading::rows}};
-constexpr Variant<Reading> kDotReadings[] = {{"ahead", Reading::ahead},
-                                             {"ahead_pairs", Reading::ahead_pairs},
-                                             {"plain", Reading::plain},
-                                             {"strips", Reading::strips},
-                                             {"rows", Reading::rows}};
-constexpr Variant<Reading> kManyReadings[] = {
-    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"strips", Reading::strips}};
-/// For one row.
-constexpr Variant<Reading> kVectorRowReadings[] = {
-    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"near", Reading::near}, {"rows", Reading::rows}};
-constexpr Variant<Reading> kDotRowReadings[] = {{"rows2", Reading::rows2},
-                                                {"rows4", Reading::rows4},
-                                                {"rows", Reading::rows},
-                                                {"ahead", Reading::ahead},
-                                                {"plain", Reading::plain}};
-
-/// A kernel's tuners for 1, 2, up to 4, up to 8 and more rows, and the readings that they choose from.
-class ReadingTuners {
- public:
-  using Readings = std::span<const Variant<Reading>>;
-
-  /// `one_row`: readings for one row. `few`: for up to kBlockRows; without its last entry, for up to
-  /// kFewRows.
-  ReadingTuners(const std::string& kernel, Readings one_row, Readings few)
-      : one_row_(one_row),
-        few_(few),
-        rows1_(kernel + ".rows1", names_of(one_row), kTunedBytes),
-        rows2_(kernel + ".rows2", names_of(few), kTunedBytes),
-        rows4_(kernel + ".rows4", names_of(few), kTunedBytes),
-        rows8_(kernel + ".rows8", names_of(few.first(few.size() - 1)), kTunedBytes),
-        many_(kernel + ".many", names_of<Reading>(kManyReadings), kTunedBytes) {}
-
-  /// Calls multiply(reading), timed if the tuner wants it.
-  template <class Multiply>
-  void run(std::int64_t num_rows, std::int64_t weight_bytes, const Multiply& multiply) {
-    if (num_rows > kFewRows) {
-      // Arithmetic is the limit, so the time per byte grows with the rows.
-      const Tuner::Call call(many_, weight_bytes * num_rows / kFewRows);
-      return multiply(kManyReadings[call.variant()].value);
-    }
-    const Tuner::Call call(tuner_of(num_rows), weight_bytes);
-    multiply((num_rows == 1 ? one_row_ : few_)[static_cast<std::size_t>(call.variant())].value);
-  }
-
- private:
-  Tuner& tuner_of(std::int64_t num_rows) {
-    return num_rows == 1 ? rows1_ : num_rows == 2 ? rows2_ : num_rows <= kBlockRows ? rows4_ : rows8_;
-  }
-
-  Readings one_row_;
-  Readings few_;
-  Tuner rows1_;
-  Tuner rows2_;
-  Tuner rows4_;
-  Tuner rows8_;
-  Tuner many_;
-};
-
-ReadingTuners g_f32("linear.f32", kVectorRowReadings, kVectorReadings);
-ReadingTuners g_f16("linear.f16", kVectorRowReadings, kVectorReadings);
-ReadingTuners g_bf16("linear.bf16", kVectorRowReadings, kVectorReadings);
-ReadingTuners g_bf16_dots("linear.bf16_dots", kDotRowReadings, kDotReadings);
-
-constexpr Variant<Reading> kTileReadings[] = {{"ahead", Reading::ahead}, {"plain", Reading::plain}};
-
-/// A kernel's tuners on tile registers: for up to 8 rows, and for more rows as long as weights are read in
-/// place.
-class TileTuners {
- public:
-  TileTuners(const std::string& kernel, std::int64_t most_rows)
-      : most_rows_(most_rows),
-        rows8_(kernel + ".rows8", names_of<Reading>(kTileReadings), kTunedBytes),
-        more_(kernel + ".rows" + std::to_string(most_rows), names_of<Reading>(kTileReadings), kTunedBytes) {}
-
-  /// Calls multiply(reading), timed if the tuner wants it.
-  template <class Multiply>
-  void run(std::int64_t num_rows, std::int64_t weight_bytes, const Multiply& multiply) {
-    if (num_rows > most_rows_) return multiply(Reading::plain);
-    const Tuner::Call call(num_rows <= kFewRows ? rows8_ : more_, weight_bytes);
-    multiply(kTileReadings[call.variant()].value);
-  }
-
- private:
-  std::int64_t most_rows_;
-  Tuner rows8_;
-  Tuner more_;
-};
-
-TileTuners g_tiles("linear.bf16.tiles", kTileRows);
-TileTuners g_bf16_tiles("linear.bf16_tiles", 2 * kTileRows);
-
-ReadingTuners& tuners_of(Kernel kernel, DType weight) {
-  if (kernel == Kernel::bf16_dots) return g_bf16_dots;
-  if (weight == DType::f32) return g_f32;
-  return weight == DType::f16 ? g_f16 : g_bf16;  // check_weight_type() allows no other
-}
 
 Kernel kernel_for(DType weight, std::int64_t num_rows, ProductInputs inputs) {
   if (weight != DType::bf16) return Kernel::vectors;
@@ -200,10 +90,8 @@ class Batch {
     const DType dtype = at(0).weight.dtype;
     const Kernel kernel = kernel_for(dtype, most_rows_, inputs_);
     const std::int64_t task_rows = task_weight_rows(kernel, most_rows_, share);
-    const auto multiply_so = [&](Reading reading) { multiply(task_rows, reading); };
-    if (kernel == Kernel::tiles) return g_tiles.run(most_rows_, weight_bytes_, multiply_so);
-    if (kernel == Kernel::bf16_tiles) return g_bf16_tiles.run(most_rows_, weight_bytes_, multiply_so);
-    tuners_of(kernel, dtype).run(most_rows_, weight_bytes_, multiply_so);
+    const ChosenReading reading(kernel, dtype, most_rows_, weight_bytes_);
+    multiply(task_rows, reading.value());
   }
 
  private:
