@@ -2,10 +2,11 @@
 // Attention of a query tile over a key range in SIMD, compiled for each instruction set and chosen at run
 // time.
 //
-// Attention of up to kDirectRows rows is bound by memory: the direct kernel reads K and V once. With more
-// rows it is bound by the products: bf16 KV goes to the tile registers (AMX) where there are any, everything
-// else to the packed kernel. This also takes what the direct kernel does not: head sizes that are no multiple
-// of a pair of vectors, and layouts in which a value does not lie at a constant distance from its key.
+// Where there are tile registers (AMX), they take bf16 KV from amx::kHalfRows + 1 rows on. Everything else
+// is left to two kernels. Up to kDirectRows rows are bound by memory: the direct kernel reads K and V once.
+// More rows are bound by the products, and go to the packed kernel. This also takes what the direct kernel
+// does not: head sizes that are no multiple of a pair of vectors, and layouts in which a value does not lie
+// at a constant distance from its key.
 
 #include "cpu/simd_targets.hpp"
 
