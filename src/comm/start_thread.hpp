@@ -19,7 +19,7 @@
 namespace helix::comm {
 
 /// Least stack of a thread in bytes. A std::thread gets RLIMIT_STACK (ulimit -s) of the time when the process
-/// began, and the kernels of products keep tiles of 300 KiB on the stack.
+/// began, and a kernel of products keeps 160 KiB of tiles on the stack.
 inline constexpr std::size_t kMinStackBytes = std::size_t{2} << 20;
 /// Bytes of guard below a stack, which end the process when touched. Larger than any frame: a frame can reach
 /// past a guard of one page into other memory.
