@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of keys and values that prefetch other rows as they are read. Compiled once a Highway target, hence
-// the toggled guard.
+// The ways in which direct() prefetches, a class each. They make rows of keys and values that prefetch other
+// rows as they are read. Compiled once a Highway target, hence the toggled guard.
 #if defined(HELIX_SRC_CPU_ATTENTION_AHEAD_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_ATTENTION_AHEAD_INL_HPP_
 #undef HELIX_SRC_CPU_ATTENTION_AHEAD_INL_HPP_
@@ -13,6 +13,7 @@
 
 #include <hwy/highway.h>
 
+#include "cpu/attention/state-inl.hpp"
 #include "cpu/attention/task.hpp"
 #include "cpu/widen-inl.hpp"
 
@@ -29,6 +30,69 @@ HWY_INLINE std::int64_t elements_between(const StoredRows& from, const StoredRow
   return static_cast<std::int64_t>(end - begin) / static_cast<std::int64_t>(sizeof(T));
 }
 
+/// A tile of direct(), which all of its heads share. Key rows are those of the first head.
+template <class T>
+struct DirectTile {
+  const Heads& heads;
+  std::int64_t first_row;  ///< first query row of each head
+  std::int64_t num_rows;
+  int num_blocks;           ///< blocks of those rows
+  std::int64_t streams;     ///< runs of keys that sums take in turn
+  std::int64_t read_run;    ///< keys of a head that are read before the next head's
+  std::int64_t value_tile;  ///< values that blocks of rows share
+  std::int64_t count = 0;
+  const T* const* read = nullptr;   ///< key rows as they are read
+  const T* const* place = nullptr;  ///< the same rows in the order of the sums
+  bool is_permuted = false;         ///< whether those two differ
+  const T* const* next = nullptr;   ///< key rows of the next tile; after the last one, of this tile
+  std::int64_t next_count = 0;      ///< at least 1
+
+  /// Elements from the key rows to a head's keys, or values.
+  HWY_INLINE std::int64_t to_keys(int head) const {
+    return elements_between<T>(heads.tasks[0].keys, heads.tasks[head].keys);
+  }
+  HWY_INLINE std::int64_t to_values(int head) const {
+    return elements_between<T>(heads.tasks[0].keys, heads.tasks[head].values);
+  }
+  HWY_INLINE std::int64_t to_next_head() const { return heads.count > 1 ? to_keys(1) : 0; }
+};
+
+/// Rows [begin, begin + count) of a tile, of one head.
+struct HeadRun {
+  int head;
+  std::int64_t begin;
+  std::int64_t count;
+};
+
+/// Prefetch::none. The other ways replace those of its functions in which they do something else.
+template <class T>
+class NoPrefetch {
+ public:
+  struct Rows {
+    const T* const* rows;  ///< key rows of the task's first head
+    std::int64_t to_rows;  ///< elements from those to this head's
+    HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
+    HWY_INLINE void advance(std::int64_t n) { rows += n; }
+    /// Whether prefetch() is to be called where part of a line of row i is read, from a column on.
+    HWY_INLINE bool asks_here(std::int64_t, std::int64_t) const { return false; }
+    HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
+  };
+
+  HWY_INLINE void begin_tile(const DirectTile<T>&) {}
+  /// The keys that a block of R query rows reads, and the values.
+  template <int R>
+  HWY_INLINE Rows keys(const DirectTile<T>& tile, const HeadRun& run) {
+    return {tile.read + run.begin, tile.to_keys(run.head)};
+  }
+  template <int R>
+  HWY_INLINE Rows values(const DirectTile<T>& tile, const HeadRun& run) {
+    return {tile.place + run.begin, tile.to_values(run.head)};
+  }
+  /// Rows that keys() or values() returned have been read.
+  template <class AnyRows>
+  HWY_INLINE void end(const AnyRows&) {}
+};
+
 /// Reading part of row i prefetches the same part of row i + kNear into L1: loads that miss L1, even if they
 /// hit L2, queue behind requests to memory for the buffers that both use (8 rows: 5 %). A block's rows and
 /// kNear are together no more than the rows that repeat after the last one.
@@ -42,162 +106,241 @@ HWY_INLINE void ask_near([[maybe_unused]] const T* const* rows, [[maybe_unused]]
   if constexpr (kLanes != 8) ask<3>(rows[i + kNear] + offset);
 }
 
-/// Key rows of one head. Reading a pair prefetches the same pair of the token's value into L2.
+/// Prefetch::across: values while keys are multiplied, the next tile's keys while values are.
 template <class T>
-struct KeyRows {
-  const T* const* rows;    ///< key rows of the task's first head
-  std::int64_t to_keys;    ///< elements from those to this head's keys
-  std::int64_t to_values;  ///< elements from those to this head's values
-  HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_keys; }
-  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
-    ask_near(rows, i, to_keys + d);
-    ask<2>(rows[i] + to_values + d);
+class Across : public NoPrefetch<T> {
+ public:
+  /// Reading a pair prefetches the same pair of the token's value into L2.
+  struct KeyRows {
+    const T* const* rows;    ///< key rows of the task's first head
+    std::int64_t to_keys;    ///< elements from those to this head's keys
+    std::int64_t to_values;  ///< elements from those to this head's values
+    HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_keys; }
+    HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
+      ask_near(rows, i, to_keys + d);
+      ask<2>(rows[i] + to_values + d);
+    }
+  };
+
+  /// The next tile's keys of all heads, in the order in which they will be read. Prefetches a pair each time.
+  struct NextKeys {
+    // What is prefetched next, up to the end of the run.
+    const T* const* row;
+    const T* const* run_end;
+    std::int64_t to_keys = 0;
+    std::int64_t column = 0;
+    std::int64_t width;
+
+    const T* const* run_begin;
+    const T* const* end;
+    std::int64_t run;
+    std::int64_t head_elements;  ///< from one head's keys to the next one's
+    int num_heads;
+    int head = 0;
+
+    HWY_INLINE void prefetch() {
+      ask<2>(*row + to_keys + column);
+      column += kAsked<T>;
+      if (column >= width) next_row();
+    }
+
+    HWY_INLINE void next_row() {
+      column = 0;
+      if (++row != run_end) return;
+      to_keys += head_elements;
+      if (++head == num_heads) {
+        head = 0;
+        to_keys = 0;
+        if (run_end == end) {  // values wider than keys prefetch further
+          run_begin = end - 1;
+        } else {
+          run_begin = run_end;
+          run_end = std::min(run_begin + run, end);
+        }
+      }
+      row = run_begin;
+    }
+  };
+
+  /// In the order of the sums. Reading a pair prefetches a pair of the next tile's keys into L2, row by row,
+  /// whatever the order in which columns are read: prefetching in that order, a whole tile took 20 % longer.
+  struct ValueRows {
+    const T* const* keys;    ///< key rows of the task's first head
+    std::int64_t to_values;  ///< elements from those to this head's values
+    NextKeys next;
+    HWY_INLINE const T* operator[](std::int64_t i) const { return keys[i] + to_values; }
+    HWY_INLINE void advance(std::int64_t count) { keys += count; }
+    HWY_INLINE bool asks_here(std::int64_t i, std::int64_t) const { return i % (kAsked<T> / kPair) == 0; }
+    HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
+      ask_near(keys, i, to_values + d);
+      next.prefetch();
+    }
+  };
+
+  HWY_INLINE void begin_tile(const DirectTile<T>& tile) {
+    next_keys_ = {.row = tile.next,
+                  .run_end = tile.next + std::min(tile.read_run, tile.next_count),
+                  .width = tile.heads.first.d,
+                  .run_begin = tile.next,
+                  .end = tile.next + tile.next_count,
+                  .run = tile.read_run,
+                  .head_elements = tile.to_next_head(),
+                  .num_heads = tile.heads.count};
+  }
+  template <int R>
+  HWY_INLINE KeyRows keys(const DirectTile<T>& tile, const HeadRun& run) {
+    return {tile.read + run.begin, tile.to_keys(run.head), tile.to_values(run.head)};
+  }
+  template <int R>
+  HWY_INLINE ValueRows values(const DirectTile<T>& tile, const HeadRun& run) {
+    return {tile.place + run.begin, tile.to_values(run.head), next_keys_};
+  }
+  HWY_INLINE void end(const KeyRows&) {}
+  HWY_INLINE void end(const ValueRows& values) { next_keys_ = values.next; }
+
+ private:
+  NextKeys next_keys_{};
+};
+
+/// Prefetch::along: what is read kAlongBytes later.
+template <class T>
+class Along : public NoPrefetch<T> {
+ public:
+  /// The rows that are read after the current ones.
+  struct RowsAfter {
+    const T* const* rows = nullptr;  ///< key rows of the task's first head
+    std::int64_t count = 0;          ///< at least 1
+    std::int64_t to_rows = 0;        ///< elements from those to what is read
+  };
+
+  /// Reading a pair prefetches the same pair of the row `along` further on into L1.
+  struct Rows {
+    const T* const* rows;  ///< key rows of the task's first head
+    std::int64_t to_rows;  ///< elements from those to this head's
+    std::int64_t count;
+    std::int64_t along;
+    RowsAfter after;
+    HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
+    HWY_INLINE void advance(std::int64_t n) {
+      rows += n;
+      count -= n;
+    }
+    HWY_INLINE bool asks_here(std::int64_t, std::int64_t d) const { return d % kAsked<T> == 0; }
+    HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
+      const std::int64_t next = i + along;
+      const T* row = next < count ? rows[next] + to_rows
+                                  : after.rows[std::min(next - count, after.count - 1)] + after.to_rows;
+      ask<3>(row + d);
+    }
+  };
+
+  template <int R>
+  HWY_INLINE Rows keys(const DirectTile<T>& tile, const HeadRun& run) {
+    const std::int64_t end = run.begin + run.count;
+    RowsAfter after{tile.place, tile.count, tile.to_values(0)};
+    if (run.head + 1 < tile.heads.count) {
+      after = {tile.read + run.begin, run.count, tile.to_keys(run.head + 1)};
+    } else if (end < tile.count) {
+      after = {tile.read + end, tile.count - end, 0};
+    }
+    return {tile.read + run.begin, tile.to_keys(run.head), run.count, rows_along(tile.heads.first.d), after};
+  }
+  template <int R>
+  HWY_INLINE Rows values(const DirectTile<T>& tile, const HeadRun& run) {
+    const std::int64_t rest = tile.count - run.begin;
+    RowsAfter after{tile.next, tile.next_count, 0};
+    if (run.head + 1 < tile.heads.count) after = {tile.place, tile.count, tile.to_values(run.head + 1)};
+    return {tile.place + run.begin, tile.to_values(run.head), rest, rows_along(tile.heads.first.dv), after};
+  }
+
+ private:
+  static constexpr std::int64_t kAlongBytes = 12 << 10;
+
+  /// Rows of `width` elements that are read meanwhile.
+  static HWY_INLINE std::int64_t rows_along(std::int64_t width) {
+    return std::max(kAlongBytes / (width * static_cast<std::int64_t>(sizeof(T))), std::int64_t{1});
   }
 };
 
-/// Prefetches the next tile's keys of all heads, in the order in which they will be read, a pair each time.
+/// Prefetch::straight: one head's tile ahead of the reads, through a tile's keys of all heads, their values,
+/// and the next tile's keys.
 template <class T>
-struct NextKeys {
-  // What is prefetched next, up to the end of the run.
-  const T* const* row;
-  const T* const* run_end;
-  std::int64_t to_keys = 0;
-  std::int64_t column = 0;
-  std::int64_t width;
+class Straight : public NoPrefetch<T> {
+ public:
+  /// What is prefetched next, up to the end of a head's rows.
+  struct Cursor {
+    const T* const* row = nullptr;
+    const T* const* end = nullptr;
+    std::int64_t to_rows = 0;
+    std::int64_t width = 0;
+    std::int64_t column = 0;
+  };
 
-  const T* const* run_begin;
-  const T* const* end;
-  std::int64_t run;
-  std::int64_t head_elements;  ///< from one head's keys to the next one's
-  int num_heads;
-  int head = 0;
+  /// Reading kBytes prefetches as many contiguous bytes ahead into L2. Four lines at once were 2 % faster
+  /// than as many single ones with 4 rows, and 16 % slower with one. Prefetching every second line, with the
+  /// rest left to the hardware, took 40 to 70 % longer. Prefetching 64 rows ahead instead of 256 took 40 %
+  /// longer with 4 rows, which read a tile's values twice.
+  template <int R>
+  struct Rows {
+    static constexpr int kAskedBytes = kAsked<T> * static_cast<int>(sizeof(T));
+    static constexpr int kBytes = std::max(R == 1 ? 64 : 256, kAskedBytes);
+    static constexpr int kCalls = kBytes / kAskedBytes;
+    const T* const* rows;  ///< key rows of the task's first head
+    std::int64_t to_rows;  ///< elements from those to this head's
+    int blocks;            ///< times that each row is read
+    Straight* straight;
+    Cursor cursor = straight->cursor_;
+    int calls = 0;
 
-  HWY_INLINE void prefetch() {
-    ask<2>(*row + to_keys + column);
-    column += kAsked<T>;
-    if (column >= width) next_row();
-  }
-
-  HWY_INLINE void next_row() {
-    column = 0;
-    if (++row != run_end) return;
-    to_keys += head_elements;
-    if (++head == num_heads) {
-      head = 0;
-      to_keys = 0;
-      if (run_end == end) {  // values wider than keys prefetch further
-        run_begin = end - 1;
-      } else {
-        run_begin = run_end;
-        run_end = std::min(run_begin + run, end);
+    HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
+    HWY_INLINE void advance(std::int64_t n) { rows += n; }
+    HWY_INLINE bool asks_here(std::int64_t i, std::int64_t) const { return i % (kAsked<T> / kPair) == 0; }
+    HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
+      ask_near(rows, i, to_rows + d);
+      if (++calls < kCalls * blocks) return;
+      calls = 0;
+      HELIX_UNROLL for (int byte = 0; byte < kBytes; byte += 64) {
+        __builtin_prefetch(*cursor.row + cursor.to_rows + cursor.column, 0, 2);
+        cursor.column += 64 / static_cast<std::int64_t>(sizeof(T));
+        if (cursor.column >= cursor.width) next_row();
       }
     }
-    row = run_begin;
-  }
-};
+    HWY_INLINE void next_row() {
+      cursor.column = 0;
+      if (++cursor.row != cursor.end) return;
+      straight->next();
+      cursor = straight->cursor_;
+    }
+  };
 
-/// Value rows of one head, in the order of the sums. Reading a pair prefetches a pair of the next tile's keys
-/// into L2, row by row, whatever the order in which columns are read: prefetching in that order, a whole tile
-/// took 20 % longer.
-template <class T>
-struct ValueRows {
-  const T* const* keys;    ///< key rows of the task's first head
-  std::int64_t to_values;  ///< elements from those to this head's values
-  NextKeys<T> next;
-  HWY_INLINE const T* operator[](std::int64_t i) const { return keys[i] + to_values; }
-  HWY_INLINE void advance(std::int64_t count) { keys += count; }
-  /// Whether prefetch() is to be called where part of a line of row i is read, from column d on.
-  HWY_INLINE bool asks_here(std::int64_t i, std::int64_t) const { return i % (kAsked<T> / kPair) == 0; }
-  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
-    ask_near(keys, i, to_values + d);
-    next.prefetch();
-  }
-};
-
-/// Rows of one head. Reading them prefetches nothing.
-template <class T>
-struct PlainRows {
-  const T* const* rows;  ///< key rows of the task's first head
-  std::int64_t to_rows;  ///< elements from those to this head's
-  HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
-  HWY_INLINE void advance(std::int64_t n) { rows += n; }
-  HWY_INLINE bool asks_here(std::int64_t, std::int64_t) const { return false; }
-  HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
-};
-
-/// How far ahead of the reads AlongRows prefetches.
-constexpr std::int64_t kAlongBytes = 12 << 10;
-
-/// The rows that are read after the current ones.
-template <class T>
-struct Behind {
-  const T* const* rows = nullptr;  ///< key rows of the task's first head
-  std::int64_t count = 0;          ///< at least 1
-  std::int64_t to_rows = 0;        ///< elements from those to what is read
-};
-
-/// Rows of one head. Reading a pair prefetches the same pair of the row `along` further on into L1.
-template <class T>
-struct AlongRows {
-  const T* const* rows;  ///< key rows of the task's first head
-  std::int64_t to_rows;  ///< elements from those to this head's
-  std::int64_t count;
-  std::int64_t along;
-  Behind<T> behind;
-  HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
-  HWY_INLINE void advance(std::int64_t n) {
-    rows += n;
-    count -= n;
-  }
-  HWY_INLINE bool asks_here(std::int64_t, std::int64_t d) const { return d % kAsked<T> == 0; }
-  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
-    const std::int64_t next = i + along;
-    const T* row = next < count ? rows[next] + to_rows
-                                : behind.rows[std::min(next - count, behind.count - 1)] + behind.to_rows;
-    ask<3>(row + d);
-  }
-};
-
-/// Rows of all heads, one head after the other.
-template <class T>
-struct Pass {
-  const T* const* rows = nullptr;  ///< keys of the first head
-  std::int64_t count = 0;
-  std::int64_t to_rows = 0;  ///< elements from those to what is read of the first head
-  std::int64_t width = 0;
-};
-
-/// What a Course prefetches next, up to the end of the head's rows.
-template <class T>
-struct Place {
-  const T* const* row = nullptr;
-  const T* const* end = nullptr;
-  std::int64_t to_rows = 0;
-  std::int64_t width = 0;
-  std::int64_t column = 0;
-};
-
-/// The order in which direct() reads rows: a tile's keys of all heads, their values, the next tile's keys. It
-/// runs one head's tile ahead of the reads.
-template <class T>
-class Course {
- public:
-  Course(std::int64_t head_elements, int num_heads) : head_elements_(head_elements), num_heads_(num_heads) {}
-
-  /// Begins a tile, whose lists of rows must stay until the next one begins. After the last tile, `next_keys`
-  /// are any rows that may be prefetched again. The first tile's first head is not prefetched: the wait for
-  /// it comes only once.
-  void begin(const Pass<T>& keys, const Pass<T>& values, const Pass<T>& next_keys) {
-    passes_[0] = keys;
-    passes_[1] = values;
-    passes_[2] = next_keys;
-    if (place.row == nullptr) {
+  /// The first tile's first head is not prefetched: the wait for it comes only once.
+  HWY_INLINE void begin_tile(const DirectTile<T>& tile) {
+    const State& s = tile.heads.first;
+    passes_[0] = {tile.read, tile.read + tile.count, 0, s.d};
+    passes_[1] = {tile.place, tile.place + tile.count, tile.to_values(0), s.dv};
+    passes_[2] = {tile.next, tile.next + tile.next_count, 0, s.d};
+    to_next_head_ = tile.to_next_head();
+    num_heads_ = tile.heads.count;
+    if (cursor_.row == nullptr) {
       next();
     } else {
       pass_ = std::max(pass_ - 2, 0);
     }
   }
+  template <int R>
+  HWY_INLINE Rows<R> keys(const DirectTile<T>& tile, const HeadRun& run) {
+    return {tile.read + run.begin, tile.to_keys(run.head), tile.num_blocks, this};
+  }
+  template <int R>
+  HWY_INLINE Rows<R> values(const DirectTile<T>& tile, const HeadRun& run) {
+    return {tile.place + run.begin, tile.to_values(run.head), tile.num_blocks, this};
+  }
+  template <int R>
+  HWY_INLINE void end(const Rows<R>& rows) {
+    cursor_ = rows.cursor;
+  }
 
+ private:
   /// Moves to the next head's rows. Stays at the last head of the last pass.
   HWY_NOINLINE void next() {
     if (head_ + 1 < num_heads_) {
@@ -206,55 +349,16 @@ class Course {
       ++pass_;
       head_ = 0;
     }
-    const Pass<T>& pass = passes_[pass_];
-    place = {pass.rows, pass.rows + pass.count, pass.to_rows + head_ * head_elements_, pass.width, 0};
+    cursor_ = passes_[pass_];
+    cursor_.to_rows += head_ * to_next_head_;
   }
 
-  Place<T> place;
-
- private:
-  Pass<T> passes_[3];
-  std::int64_t head_elements_;  ///< from one head's rows to the next one's
-  int num_heads_;
+  Cursor cursor_;
+  Cursor passes_[3];  // the first head's rows: the tile's keys, its values, the next tile's keys
+  std::int64_t to_next_head_ = 0;
+  int num_heads_ = 0;
   int pass_ = 0;
   int head_ = 0;
-};
-
-/// Rows of one head. Reading kBytes prefetches as many contiguous bytes of the Course into L2. Four lines at
-/// once were 2 % faster than as many single ones with 4 rows, and 16 % slower with one. Prefetching every
-/// second line, with the rest left to the hardware, took 40 to 70 % longer. Prefetching 64 rows ahead instead
-/// of 256 took 40 % longer with 4 rows, which read a tile's values twice.
-template <class T, int R>
-struct CourseRows {
-  static constexpr int kAskedBytes = kAsked<T> * static_cast<int>(sizeof(T));
-  static constexpr int kBytes = std::max(R == 1 ? 64 : 256, kAskedBytes);
-  static constexpr int kCalls = kBytes / kAskedBytes;
-  const T* const* rows;  ///< key rows of the task's first head
-  std::int64_t to_rows;  ///< elements from those to this head's
-  int blocks;            ///< times that each row is read
-  Course<T>* course;
-  Place<T> place = course->place;
-  int calls = 0;
-
-  HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
-  HWY_INLINE void advance(std::int64_t n) { rows += n; }
-  HWY_INLINE bool asks_here(std::int64_t i, std::int64_t) const { return i % (kAsked<T> / kPair) == 0; }
-  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
-    ask_near(rows, i, to_rows + d);
-    if (++calls < kCalls * blocks) return;
-    calls = 0;
-    HELIX_UNROLL for (int byte = 0; byte < kBytes; byte += 64) {
-      __builtin_prefetch(*place.row + place.to_rows + place.column, 0, 2);
-      place.column += 64 / static_cast<std::int64_t>(sizeof(T));
-      if (place.column >= place.width) next_row();
-    }
-  }
-  HWY_INLINE void next_row() {
-    place.column = 0;
-    if (++place.row != place.end) return;
-    course->next();
-    place = course->place;
-  }
 };
 
 }  // namespace

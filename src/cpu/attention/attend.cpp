@@ -61,14 +61,14 @@ HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, st
       case Prefetch::none:
         break;
       case Prefetch::across:
-        return direct<T, Prefetch::across>(heads, first_row, num_rows, range);
+        return direct<T, Across<T>>(heads, first_row, num_rows, range);
       case Prefetch::straight:
-        return direct<T, Prefetch::straight>(heads, first_row, num_rows, range);
+        return direct<T, Straight<T>>(heads, first_row, num_rows, range);
       case Prefetch::along:
-        return direct<T, Prefetch::along>(heads, first_row, num_rows, range);
+        return direct<T, Along<T>>(heads, first_row, num_rows, range);
     }
   }
-  direct<T, Prefetch::none>(heads, first_row, num_rows, range);
+  direct<T, NoPrefetch<T>>(heads, first_row, num_rows, range);
 }
 
 /// Attends with rows [first_row, + num_rows) to every key of `range`. All of the rows see all of the keys, so

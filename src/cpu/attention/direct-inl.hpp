@@ -144,120 +144,52 @@ HWY_INLINE Block block_at(const State& s, std::int64_t first_row, std::int64_t n
           s.q + offset * s.d, scores + offset * kDirectTile};
 }
 
-/// A tile of direct(), which all of its heads share.
-template <class T>
-struct DirectTile {
-  const AttentionTask* first_head;
-  std::int64_t first_row;  ///< first row of each head
-  std::int64_t num_rows;
-  int num_blocks;           ///< blocks of those rows
-  std::int64_t streams;     ///< runs of keys that sums take in turn
-  std::int64_t read_run;    ///< keys of a head that are read before the next head's
-  std::int64_t value_tile;  ///< values that blocks of rows share
-  std::int64_t to_head;     ///< elements from one head's rows to the next one's
-  std::int64_t to_values;   ///< elements from a row of keys to that of the token's values
-  std::int64_t count = 0;
-  const T* const* read = nullptr;   ///< the first head's key rows as they are read
-  const T* const* place = nullptr;  ///< the same rows in the order of the sums
-  bool is_permuted = false;         ///< whether those two differ
-};
-
-/// State of the ways to prefetch; each uses its own.
-template <class T>
-struct Asked {
-  NextKeys<T> next_keys;
-  Course<T> course;
-  Behind<T> behind;
-};
-
-template <class T>
-HWY_INLINE AlongRows<T> along_rows(const T* const* rows, std::int64_t to_rows, std::int64_t count,
-                                   std::int64_t width, const Behind<T>& behind) {
-  const std::int64_t row_bytes = width * static_cast<std::int64_t>(sizeof(T));
-  return {rows, to_rows, count, std::max(kAlongBytes / row_bytes, std::int64_t{1}), behind};
-}
-
 HWY_INLINE int blocks_of(std::int64_t num_rows) {
   int blocks = 0;
   for (std::int64_t row = 0; row < num_rows; row += block_rows(num_rows - row)) ++blocks;
   return blocks;
 }
 
-/// Computes the scores of R rows of a head with `count` of its keys, from the tile's `begin` on.
-template <class T, Prefetch kPrefetch, int R>
-HWY_INLINE void score_block(const State& s, const DirectTile<T>& tile, Asked<T>& asked, std::int64_t begin,
-                            std::int64_t count, const float* q, float* scores) {
-  const std::int64_t to_keys = elements_between<T>(tile.first_head->keys, s.task.keys);
-  if constexpr (kPrefetch == Prefetch::none) {
-    PlainRows<T> keys{tile.read + begin, to_keys};
-    direct_scores<T, R>(keys, count, s, q, scores);
-  } else if constexpr (kPrefetch == Prefetch::across) {
-    KeyRows<T> keys{tile.read + begin, to_keys, elements_between<T>(tile.first_head->keys, s.task.values)};
-    direct_scores<T, R>(keys, count, s, q, scores);
-  } else if constexpr (kPrefetch == Prefetch::along) {
-    AlongRows<T> keys = along_rows<T>(tile.read + begin, to_keys, count, s.d, asked.behind);
-    direct_scores<T, R>(keys, count, s, q, scores);
-  } else {
-    CourseRows<T, R> keys{tile.read + begin, to_keys, tile.num_blocks, &asked.course};
-    direct_scores<T, R>(keys, count, s, q, scores);
-    asked.course.place = keys.place;
-  }
+/// Computes the scores of R rows of a head with a run of its keys.
+template <class T, int R, class Prefetcher>
+HWY_INLINE void score_block(const State& s, const DirectTile<T>& tile, Prefetcher& prefetcher,
+                            const HeadRun& run, const float* q, float* scores) {
+  auto keys = prefetcher.template keys<R>(tile, run);
+  direct_scores<T, R>(keys, run.count, s, q, scores);
+  prefetcher.end(keys);
 }
 
-/// Adds values [begin, begin + count) of the tile, of one head, to the sums of one block, weighted.
-template <class T, Prefetch kPrefetch, int R>
-HWY_INLINE void add_block(const State& s, const DirectTile<T>& tile, Asked<T>& asked, std::int64_t begin,
-                          std::int64_t count, const Block& block) {
-  const T* const* rows = tile.place + begin;
-  const std::int64_t to_values = elements_between<T>(tile.first_head->keys, s.task.values);
-  const bool is_whole = count == tile.count;
-  if constexpr (kPrefetch == Prefetch::none) {
-    PlainRows<T> values{rows, to_values};
-    direct_values<R>(s, block, values, begin, count, is_whole);
-  } else if constexpr (kPrefetch == Prefetch::across) {
-    ValueRows<T> values{rows, to_values, asked.next_keys};
-    direct_values<R>(s, block, values, begin, count, is_whole);
-    asked.next_keys = values.next;
-  } else if constexpr (kPrefetch == Prefetch::along) {
-    AlongRows<T> values = along_rows<T>(rows, to_values, tile.count - begin, s.dv, asked.behind);
-    direct_values<R>(s, block, values, begin, count, is_whole);
-  } else {
-    CourseRows<T, R> values{rows, to_values, tile.num_blocks, &asked.course};
-    direct_values<R>(s, block, values, begin, count, is_whole);
-    asked.course.place = values.place;
-  }
+/// Adds a run of a head's values, weighted, to the sums of one block.
+template <class T, int R, class Prefetcher>
+HWY_INLINE void add_block(const State& s, const DirectTile<T>& tile, Prefetcher& prefetcher,
+                          const HeadRun& run, const Block& block) {
+  auto values = prefetcher.template values<R>(tile, run);
+  direct_values<R>(s, block, values, run.begin, run.count, run.count == tile.count);
+  prefetcher.end(values);
 }
 
 /// Computes the scores of all heads' rows with a tile's keys.
-template <class T, Prefetch kPrefetch>
-HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile, Asked<T>& asked) {
+template <class T, class Prefetcher>
+HWY_NOINLINE void score_tile(const DirectTile<T>& tile, Prefetcher& prefetcher) {
   for (std::int64_t begin = 0; begin < tile.count; begin += tile.read_run) {
-    const std::int64_t count = std::min(tile.read_run, tile.count - begin);
-    for (int head = 0; head < heads.count; ++head) {
-      const State s = heads[head];
-      if constexpr (kPrefetch == Prefetch::along) {
-        if (head + 1 < heads.count) {
-          asked.behind = {tile.read + begin, count, (head + 1) * tile.to_head};
-        } else if (begin + count < tile.count) {
-          asked.behind = {tile.read + begin + count, tile.count - begin - count, 0};
-        } else {
-          asked.behind = {tile.place, tile.count, tile.to_values};
-        }
-      }
+    for (int head = 0; head < tile.heads.count; ++head) {
+      const State s = tile.heads[head];
+      const HeadRun run{head, begin, std::min(tile.read_run, tile.count - begin)};
       int rows = 0;
       for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
         rows = block_rows(tile.num_rows - row);
         const float* q = s.q + row * s.d;
         float* scores = s.read_scores + row * kDirectTile + begin * rows;
-        HELIX_WITH_ROWS(rows, (score_block<T, kPrefetch, R>(s, tile, asked, begin, count, q, scores)))
+        HELIX_WITH_ROWS(rows, (score_block<T, R>(s, tile, prefetcher, run, q, scores)))
       }
     }
   }
 }
 
 /// Turns the scores of one head into weights, and adds its weighted values.
-template <class T, Prefetch kPrefetch>
-HWY_NOINLINE void add_tile(const State& s, const DirectTile<T>& tile, Asked<T>& asked) {
+template <class T, class Prefetcher>
+HWY_NOINLINE void add_tile(const DirectTile<T>& tile, int head, Prefetcher& prefetcher) {
+  const State s = tile.heads[head];
   float* scores = tile.is_permuted ? s.scores : s.read_scores;
   int rows = 0;
   for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
@@ -269,39 +201,37 @@ HWY_NOINLINE void add_tile(const State& s, const DirectTile<T>& tile, Asked<T>& 
     }
     HELIX_WITH_ROWS(rows, (softmax_block<R>(s, block, tile.count)))
   }
-  for (std::int64_t part = 0; part < tile.count; part += tile.value_tile) {
-    const std::int64_t count = std::min(tile.value_tile, tile.count - part);
+  for (std::int64_t begin = 0; begin < tile.count; begin += tile.value_tile) {
+    const HeadRun run{head, begin, std::min(tile.value_tile, tile.count - begin)};
     for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
       rows = block_rows(tile.num_rows - row);
       const Block block = block_at(s, tile.first_row, tile.num_rows, row, rows, scores);
-      HELIX_WITH_ROWS(rows, (add_block<T, kPrefetch, R>(s, tile, asked, part, count, block)))
+      HELIX_WITH_ROWS(rows, (add_block<T, R>(s, tile, prefetcher, run, block)))
     }
   }
 }
 
 /// Attends with the same rows of several heads to the keys of `range`.
-template <class T, Prefetch kPrefetch>
+template <class T, class Prefetcher>
 HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
                          TokenRange range) {
   const AttentionTask& task = heads.tasks[0];
   const AttentionVariant& variant = task.variant;
-  DirectTile<T> tile;
-  tile.first_head = &task;
-  tile.first_row = first_row;
-  tile.num_rows = num_rows;
-  tile.num_blocks = blocks_of(num_rows);
-  // 4 streams beat 8 by 3 % with 8 rows, 8 beat 4 by 2 % with one (interleaved, Xeon).
-  tile.streams = num_rows > 1 ? 4 : 8;
-  tile.read_run = variant.is_interleaved ? kDirectTile : kReadRun;
-  // With one block every V row is read once: none need stay in L1, and the sums leave registers once a tile.
-  tile.value_tile = num_rows <= kMaxRows ? kDirectTile : kValueTile;
+  DirectTile<T> tile{.heads = heads,
+                     .first_row = first_row,
+                     .num_rows = num_rows,
+                     .num_blocks = blocks_of(num_rows),
+                     // 4 streams beat 8 by 3 % with 8 rows, 8 beat 4 by 2 % with one (interleaved, Xeon).
+                     .streams = num_rows > 1 ? 4 : 8,
+                     .read_run = variant.is_interleaved ? kDirectTile : kReadRun,
+                     // With one block every V row is read once: none need stay in L1, and the sums leave
+                     // registers once a tile.
+                     .value_tile = num_rows <= kMaxRows ? kDirectTile : kValueTile};
+  Prefetcher prefetcher;
   const std::int64_t read_streams = variant.is_interleaved ? tile.streams : 1;
   const void** read = heads.first.key_rows;
   const void** next_read = heads.first.next_key_rows;
   const void** place = heads.first.value_rows;
-  tile.to_head = heads.count > 1 ? elements_between<T>(task.keys, heads.tasks[1].keys) : std::int64_t{0};
-  tile.to_values = elements_between<T>(task.keys, task.values);
-  Asked<T> asked{{}, {tile.to_head, heads.count}, {}};
   tile.count = std::min(kDirectTile, range.size());
   find_interleaved_keys(task, range.begin, tile.count, read_streams, read);
   for (std::int64_t begin = range.begin; begin < range.end; begin += kDirectTile) {
@@ -317,33 +247,11 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
       tile.place = reinterpret_cast<const T* const*>(place);
     }
     // After the last tile the next keys are those of this tile: prefetching them again is harmless.
-    const auto* next_rows = reinterpret_cast<const T* const*>(next_count > 0 ? next_read : read);
-    const std::int64_t next_rows_count = std::max<std::int64_t>(next_count, 1);
-    if constexpr (kPrefetch == Prefetch::across) {
-      asked.next_keys = {.row = next_rows,
-                         .run_end = next_rows + std::min(tile.read_run, next_rows_count),
-                         .width = heads.first.d,
-                         .run_begin = next_rows,
-                         .end = next_rows + next_rows_count,
-                         .run = tile.read_run,
-                         .head_elements = tile.to_head,
-                         .num_heads = heads.count};
-    } else if constexpr (kPrefetch == Prefetch::straight) {
-      asked.course.begin({tile.read, tile.count, 0, heads.first.d},
-                         {tile.place, tile.count, tile.to_values, heads.first.dv},
-                         {next_rows, next_rows_count, 0, heads.first.d});
-    }
-    score_tile<T, kPrefetch>(heads, tile, asked);
-    for (int head = 0; head < heads.count; ++head) {
-      if constexpr (kPrefetch == Prefetch::along) {
-        if (head + 1 < heads.count) {
-          asked.behind = {tile.place, tile.count, tile.to_values + (head + 1) * tile.to_head};
-        } else {
-          asked.behind = {next_rows, next_rows_count, 0};
-        }
-      }
-      add_tile<T, kPrefetch>(heads[head], tile, asked);
-    }
+    tile.next = reinterpret_cast<const T* const*>(next_count > 0 ? next_read : read);
+    tile.next_count = std::max<std::int64_t>(next_count, 1);
+    prefetcher.begin_tile(tile);
+    score_tile(tile, prefetcher);
+    for (int head = 0; head < heads.count; ++head) add_tile(tile, head, prefetcher);
     std::swap(read, next_read);
     tile.count = next_count;
   }
