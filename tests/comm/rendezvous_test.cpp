@@ -72,10 +72,24 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+/// What becomes of a process with these options that only meets the others.
+Outcome outcome_of(const BootstrapOptions& options) {
+  try {
+    Bootstrap bootstrap(options);
+  } catch (const Error& error) {
+    return {error.code(), error.what()};
+  }
+  return {};
+}
+
 /// Lowers the limit of this process's open files for a while.
 class FewOpenFiles {
  public:
   explicit FewOpenFiles(rlim_t limit) {
+    // Sanitizers open files to check objects of a type that they have not seen. So they see those of errors
+    // before there are none left.
+    expect(!helix::comm::words_of(EMFILE).empty(), "no words of an errno");
+    expect(outcome_of({.rank = 2, .size = 2}).code == ErrorCode::invalid_argument, "rank 2 of 2 was taken");
     expect(::getrlimit(RLIMIT_NOFILE, &before_) == 0, "getrlimit");
     const rlimit few{.rlim_cur = limit, .rlim_max = before_.rlim_max};
     expect(::setrlimit(RLIMIT_NOFILE, &few) == 0, "setrlimit");
@@ -87,16 +101,6 @@ class FewOpenFiles {
  private:
   rlimit before_{};
 };
-
-/// What becomes of a process with these options that only meets the others.
-Outcome outcome_of(const BootstrapOptions& options) {
-  try {
-    Bootstrap bootstrap(options);
-  } catch (const Error& error) {
-    return {error.code(), error.what()};
-  }
-  return {};
-}
 
 /// A rank 0 that accepts the two connections of one rank and then stays silent.
 class MuteRank0 {
@@ -323,10 +327,6 @@ TEST_CASE("connections that rank 0 cannot accept are not said to be missing") {
   CHECK(Stranger(port, "").is_connected());  // it listens now
   const helix::comm::Socket late(::socket(AF_INET, SOCK_STREAM, 0));
   int connected = -1;
-  // Sanitizers open files to check objects of a type that they have not seen. So they see these before there
-  // are none left, and nothing is checked then.
-  const std::string words = helix::comm::words_of(EMFILE);
-  CHECK(outcome_of({.rank = 2, .size = 2}).code == ErrorCode::invalid_argument);
   {
     const FewOpenFiles none(3);  // the standard streams; and poll() takes no more entries than the limit
     sockaddr_in target{};
@@ -341,7 +341,7 @@ TEST_CASE("connections that rank 0 cannot accept are not said to be missing") {
   CHECK_THAT(outcome.message,
              ContainsSubstring("rank 1 of 2 could not be admitted within 1 s: connections wait on port " +
                                std::to_string(port)) &&
-                 ContainsSubstring(words));
+                 ContainsSubstring(helix::comm::words_of(EMFILE)));
 }
 
 TEST_CASE("a message names up to 16 ranks, and what follows them stays") {
