@@ -22,7 +22,7 @@ namespace {
 
 /// `count` experts whose weights are adjacent, except that the last one's come `gap` bytes later.
 std::vector<ExpertWeights> experts_of(const WeightView& gate_up, const WeightView& down, std::int64_t count,
-                                      std::int64_t gap = 0) {
+                                      std::int64_t gap) {
   const auto part = [count, gap](const WeightView& all, std::int64_t e) {
     const std::int64_t rows = all.rows / count;
     const auto bytes =
@@ -33,6 +33,64 @@ std::vector<ExpertWeights> experts_of(const WeightView& gate_up, const WeightVie
   for (std::int64_t e = 0; e < count; ++e) experts.push_back({part(gate_up, e), part(down, e)});
   return experts;
 }
+
+/// The experts of a rank, of which the first is the model's expert `first`.
+struct ExpertSizes {
+  std::int64_t hidden = 0;
+  std::int64_t ffn = 0;
+  std::int64_t count = 0;
+  std::int64_t first = 0;
+};
+
+/// Random experts of a rank, and what their products need beside the tokens. Lives until the calls that it
+/// queues have run.
+template <class T>
+class RandomExperts {
+ public:
+  RandomExperts(TwinBench<T>& bench, const ExpertSizes& sizes, DType dtype = kDTypeOf<T>,
+                std::int64_t gap = 0)
+      : sizes_(sizes),
+        dtype_(dtype),
+        gap_(gap),
+        gate_up_(bench.weights(sizes.count * 2 * sizes.ffn * sizes.hidden + gap, dtype)),
+        down_(bench.weights(sizes.count * sizes.hidden * sizes.ffn + gap, dtype)) {}
+
+  template <class Side>
+  std::vector<ExpertWeights> of(const Side& side) const {
+    const auto& [hidden, ffn, count, first] = sizes_;
+    return experts_of(side.weight(gate_up_, dtype_, count * 2 * ffn, hidden),
+                      side.weight(down_, dtype_, count * hidden, ffn), count, gap_);
+  }
+
+  /// Queues their products with a workspace full of NaN. `experts` and `weights`: [tokens, top_k], what each
+  /// token chose.
+  template <class Operators, class Side, class E = ElementOf<Side>>
+  void queue(Operators& operators, const Side& side, const cuda::Stream& stream,
+             const std::type_identity_t<TensorView<const E, 2>>& in, Array<std::int32_t> experts,
+             Array<float> weights, std::int64_t top_k, const TensorView<E, 2>& out) {
+    const std::int64_t tokens = in.extent(0);
+    const std::vector<ExpertWeights> local = of(side);
+    const std::size_t bytes = operators.expert_ffn_workspace_bytes(tokens, top_k, sizes_.hidden, sizes_.ffn);
+    const cuda::Buffer& workspace = workspaces_.emplace_back(operators.allocate(bytes));
+    HELIX_CUDA_CHECK(cudaMemsetAsync(workspace.data(), 0xff, bytes, stream.handle()));
+    operators.expert_ffn(ExpertFfnArgs<E>{in,
+                                          TensorView<const std::int32_t, 2>(side(experts), {tokens, top_k}),
+                                          TensorView<const float, 2>(side(weights), {tokens, top_k}),
+                                          local,
+                                          sizes_.first,
+                                          out,
+                                          {workspace.data(), bytes}},
+                         stream);
+  }
+
+ private:
+  ExpertSizes sizes_;
+  DType dtype_;
+  std::int64_t gap_;  // bytes before the last expert
+  Array<std::uint8_t> gate_up_;
+  Array<std::uint8_t> down_;
+  std::deque<cuda::Buffer> workspaces_;
+};
 
 }  // namespace
 
@@ -128,23 +186,10 @@ TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", 
             const auto weights = bench.same(bench.numbers(tokens * kTopK));
             const auto in = bench.random(tokens, hidden + pad);
             const auto out = bench.random(tokens, hidden + pad);
-            const auto gate_up = bench.weights(kLocal * 2 * ffn * hidden + kGap, dtype);
-            const auto down = bench.weights(kLocal * hidden * ffn + kGap, dtype);
-            std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
+            RandomExperts<TestType> local(bench, {hidden, ffn, kLocal, 2}, dtype, gap);
             HELIX_CHECK_TWINS(bench, {
-              const auto local = experts_of(side.weight(gate_up, dtype, kLocal * 2 * ffn, hidden),
-                                            side.weight(down, dtype, kLocal * hidden, ffn), kLocal, gap);
-              const std::size_t bytes = operators.expert_ffn_workspace_bytes(tokens, kTopK, hidden, ffn);
-              workspaces.push_back(operators.allocate(bytes));
-              operators.expert_ffn(
-                  ExpertFfnArgs<E>{side.view(in, tokens, hidden, pad),
-                                   TensorView<const std::int32_t, 2>(side(experts), {tokens, kTopK}),
-                                   TensorView<const float, 2>(side(weights), {tokens, kTopK}),
-                                   local,
-                                   2,
-                                   side.view(out, tokens, hidden, pad),
-                                   {workspaces.back().data(), bytes}},
-                  stream);
+              local.queue(operators, side, stream, side.view(in, tokens, hidden, pad), experts, weights,
+                          kTopK, side.view(out, tokens, hidden, pad));
             });
           }
         }
@@ -157,7 +202,6 @@ TEMPLATE_TEST_CASE("experts of a few tokens on a GPU agree with f32, whatever th
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
-  constexpr DType kType = kDTypeOf<TestType>;
   constexpr std::int64_t kHidden = 320;
   constexpr std::int64_t kFfn = 192;
   constexpr std::int64_t kFirst = 5;
@@ -182,24 +226,10 @@ TEMPLATE_TEST_CASE("experts of a few tokens on a GPU agree with f32, whatever th
         const auto weights = bench.same(bench.numbers(c.tokens * c.top_k));
         const auto in = bench.random(c.tokens, kHidden + pad);
         const auto out = bench.random(c.tokens, kHidden + pad);
-        const auto gate_up = bench.weights(kLocal * 2 * kFfn * kHidden, kType);
-        const auto down = bench.weights(kLocal * kHidden * kFfn, kType);
-        std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
+        RandomExperts<TestType> local(bench, {kHidden, kFfn, kLocal, kFirst});
         HELIX_CHECK_TWINS(bench, {
-          const auto local = experts_of(side.weight(gate_up, kType, kLocal * 2 * kFfn, kHidden),
-                                        side.weight(down, kType, kLocal * kHidden, kFfn), kLocal);
-          const std::size_t bytes = operators.expert_ffn_workspace_bytes(c.tokens, c.top_k, kHidden, kFfn);
-          workspaces.push_back(operators.allocate(bytes));
-          HELIX_CUDA_CHECK(cudaMemsetAsync(workspaces.back().data(), 0xff, bytes, stream.handle()));
-          operators.expert_ffn(
-              ExpertFfnArgs<E>{side.view(in, c.tokens, kHidden, pad),
-                               TensorView<const std::int32_t, 2>(side(experts), {c.tokens, c.top_k}),
-                               TensorView<const float, 2>(side(weights), {c.tokens, c.top_k}),
-                               local,
-                               kFirst,
-                               side.view(out, c.tokens, kHidden, pad),
-                               {workspaces.back().data(), bytes}},
-              stream);
+          local.queue(operators, side, stream, side.view(in, c.tokens, kHidden, pad), experts, weights,
+                      c.top_k, side.view(out, c.tokens, kHidden, pad));
         });
       }
     }
@@ -209,12 +239,10 @@ TEMPLATE_TEST_CASE("experts of a few tokens on a GPU agree with f32, whatever th
 TEMPLATE_TEST_CASE("experts on a GPU take more tokens than a grid holds", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
-  constexpr DType kType = kDTypeOf<TestType>;
   constexpr std::int64_t kTokens = 70000;  // more than the 65535 that a grid has in its second dimension
   constexpr std::int64_t kTopK = 2;
   constexpr std::int64_t kHidden = 64;
   constexpr std::int64_t kFfn = 64;
-  constexpr std::int64_t kLocal = 3;
   std::vector<std::int32_t> chosen;
   for (std::int32_t token = 0; token < kTokens; ++token) {
     chosen.push_back(token % 5);
@@ -224,29 +252,16 @@ TEMPLATE_TEST_CASE("experts on a GPU take more tokens than a grid holds", "", f1
   const auto weights = bench.same(bench.numbers(kTokens * kTopK));
   const auto in = bench.random(kTokens, kHidden);
   const auto out = bench.random(kTokens, kHidden);
-  const auto gate_up = bench.weights(kLocal * 2 * kFfn * kHidden, kType);
-  const auto down = bench.weights(kLocal * kHidden * kFfn, kType);
-  std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
+  RandomExperts<TestType> local(bench, {kHidden, kFfn, /*count=*/3, /*first=*/1});
   HELIX_CHECK_TWINS(bench, {
-    const auto local = experts_of(side.weight(gate_up, kType, kLocal * 2 * kFfn, kHidden),
-                                  side.weight(down, kType, kLocal * kHidden, kFfn), kLocal);
-    const std::size_t bytes = operators.expert_ffn_workspace_bytes(kTokens, kTopK, kHidden, kFfn);
-    workspaces.push_back(operators.allocate(bytes));
-    operators.expert_ffn(ExpertFfnArgs<E>{side.view(in, kTokens, kHidden),
-                                          TensorView<const std::int32_t, 2>(side(experts), {kTokens, kTopK}),
-                                          TensorView<const float, 2>(side(weights), {kTokens, kTopK}),
-                                          local,
-                                          1,
-                                          side.view(out, kTokens, kHidden),
-                                          {workspaces.back().data(), bytes}},
-                         stream);
+    local.queue(operators, side, stream, side.view(in, kTokens, kHidden), experts, weights, kTopK,
+                side.view(out, kTokens, kHidden));
   });
 }
 
 TEMPLATE_TEST_CASE("experts on a GPU take rows of which the last lies first", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
-  constexpr DType kType = kDTypeOf<TestType>;
   constexpr std::int64_t kHidden = 320;
   constexpr std::int64_t kFfn = 192;
   constexpr std::int64_t kTopK = 6;
@@ -261,25 +276,12 @@ TEMPLATE_TEST_CASE("experts on a GPU take rows of which the last lies first", ""
     const auto weights = bench.same(bench.numbers(tokens * kTopK));
     const auto in = bench.random(tokens, kHidden);
     const auto out = bench.random(tokens, kHidden);
-    const auto gate_up = bench.weights(kLocal * 2 * kFfn * kHidden, kType);
-    const auto down = bench.weights(kLocal * kHidden * kFfn, kType);
-    std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
+    RandomExperts<TestType> local(bench, {kHidden, kFfn, kLocal});
     HELIX_CHECK_TWINS(bench, {
-      const auto local = experts_of(side.weight(gate_up, kType, kLocal * 2 * kFfn, kHidden),
-                                    side.weight(down, kType, kLocal * kHidden, kFfn), kLocal);
-      const std::size_t bytes = operators.expert_ffn_workspace_bytes(tokens, kTopK, kHidden, kFfn);
-      workspaces.push_back(operators.allocate(bytes));
       const auto reversed = [&](Activations array) {
         return TensorView<E, 2>(side(array) + (tokens - 1) * kHidden, {tokens, kHidden}, {-kHidden, 1});
       };
-      operators.expert_ffn(ExpertFfnArgs<E>{reversed(in),
-                                            TensorView<const std::int32_t, 2>(side(experts), {tokens, kTopK}),
-                                            TensorView<const float, 2>(side(weights), {tokens, kTopK}),
-                                            local,
-                                            0,
-                                            reversed(out),
-                                            {workspaces.back().data(), bytes}},
-                           stream);
+      local.queue(operators, side, stream, reversed(in), experts, weights, kTopK, reversed(out));
     });
   }
 }
@@ -292,7 +294,6 @@ TEMPLATE_TEST_CASE("experts of layers one behind the other on a GPU are each lay
   constexpr std::int64_t kTopK = 3;
   constexpr std::int64_t kHidden = 1024;
   constexpr std::int64_t kFfn = 704;
-  constexpr DType kType = kDTypeOf<TestType>;
   for (const std::int64_t tokens : {1, 2, 12}) {
     CAPTURE(tokens);
     bench.clear();
@@ -302,12 +303,10 @@ TEMPLATE_TEST_CASE("experts of layers one behind the other on a GPU are each lay
     const auto weights = bench.same(std::vector<float>(at(tokens * kTopK)));
     const auto in = bench.random(tokens, kHidden);
     const auto out = bench.random(kLayers * tokens, kHidden);
-    const auto gate_up = bench.weights(kExperts * 2 * kFfn * kHidden, kType);
-    const auto down = bench.weights(kExperts * kHidden * kFfn, kType);
-    std::deque<cuda::Buffer> workspaces;  // kept until the queued calls have run
+    const RandomExperts<TestType> random(bench, {kHidden, kFfn, kExperts});
+    std::deque<cuda::Buffer> workspaces;  // one for all layers; kept until the queued calls have run
     HELIX_CHECK_TWINS(bench, {
-      const auto local = experts_of(side.weight(gate_up, kType, kExperts * 2 * kFfn, kHidden),
-                                    side.weight(down, kType, kExperts * kHidden, kFfn), kExperts);
+      const std::vector<ExpertWeights> local = random.of(side);
       const std::size_t bytes = operators.expert_ffn_workspace_bytes(tokens, kTopK, kHidden, kFfn);
       workspaces.push_back(operators.allocate(bytes));
       const TensorView<std::int32_t, 2> chosen(side(experts), {tokens, kTopK});
