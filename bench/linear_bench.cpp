@@ -51,7 +51,7 @@ void bench_linear(benchmark::State& state, std::int64_t rows, helix::cpu::Produc
   };
   // Which kernel takes these rows depends on the machine, so choose_kernels() cannot be told. Instead, make
   // as many calls as each kernel needs to choose a variant.
-  constexpr std::int64_t kTurns = 5 * 6;  // at most 5 variants, each timed six times
+  constexpr std::int64_t kTurns = 6 * 6;  // at most 6 variants, each timed six times
   for (std::int64_t turns = 0; turns < kTurns; turns += calls) work();
   helix::bench::run_beside_ceilings(
       state, num_threads, bytes, flops, memory, work,

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -20,6 +21,7 @@
 namespace helix::test {
 namespace {
 
+using Catch::Matchers::ContainsSubstring;
 using CpuBackend = cpu::Backend<cpu::LocalComm>;
 
 /// The arguments of one call; tests modify them.
@@ -396,16 +398,6 @@ void check_out_of_step(const RankOutcomes& outcomes) {
   CHECK(out_of_step >= 1);
 }
 
-/// Runs the layer of `rank` in the first step of `script`, over `exchange` in place of the rank's own.
-void decode_over(KvpAllToAll<CpuBackend>& exchange, CpuBackend& backend, const Topology& topo,
-                 LayerRank<CpuBackend>& rank, const Script& script) {
-  rank.prepare(script.steps[0]);
-  DecodeLayerOptions<CpuBackend> options = rank.layer_options();
-  options.exchange = &exchange;
-  decode_layer(backend, topo.rank_shape(backend.comms().stage->rank()), rank.config(), rank.weights(),
-               rank.cache().layer(0), rank.batch().batch(), rank.hidden(), options, rank.stream());
-}
-
 TEST_CASE("A KVP group of the right size with ranks of two groups is out of step, not a wrong result") {
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
@@ -427,44 +419,42 @@ TEST_CASE("A KVP group of the right size with ranks of two groups is out of step
   }
 }
 
-TEST_CASE("An exchange that was built for another KVP group is refused") {
+/// Checks that each of the ranks of KVP 2 and TPA 2 refuses a layer over an exchange for `max_slices` and,
+/// unless empty, the KVP group `group`. `words(rank)` is a part of its message.
+template <class Words>
+void check_exchange_is_refused(int max_slices, std::optional<int> group, const Words& words) {
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
   const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
   const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
     auto backend = make_backend<CpuBackend>(topo, comm);
     LayerRank<CpuBackend> rank(backend, topo, layer, script, {});
-    KvpAllToAllSpec spec =
-        KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(), /*max_slices=*/4);
-    spec.group = 2;
-    KvpAllToAll<CpuBackend> other(backend, spec);
-    decode_over(other, backend, topo, rank, script);
+    const RankShape shape = topo.rank_shape(comm.rank());
+    KvpAllToAllSpec spec = KvpAllToAllSpec::of_layers(shape, script.max_step_tokens(), max_slices);
+    if (group) spec.group = *group;
+    KvpAllToAll<CpuBackend> exchange(backend, spec);
+    rank.prepare(script.steps[0]);
+    DecodeLayerOptions<CpuBackend> options = rank.layer_options();
+    options.exchange = &exchange;
+    decode_layer(backend, shape, rank.config(), rank.weights(), rank.cache().layer(0), rank.batch().batch(),
+                 rank.hidden(), options, rank.stream());
   });
   for (int r = 0; r < 4; ++r) {
     CAPTURE(r, outcomes.message(r));
     CHECK(outcomes.code(r) == ErrorCode::invalid_argument);
-    CHECK(outcomes.message(r).find("built for KVP group 2, this rank has TPA rank " +
-                                   std::to_string(r % 2)) != std::string::npos);
+    CHECK_THAT(outcomes.message(r), ContainsSubstring(words(r)));
   }
 }
 
-TEST_CASE("An exchange that was built for fewer slices than HopB is refused") {
-  const oracle::Layer layer = random_layer({}, 8);
-  const Script script = ragged_script(3, layer.hidden, 9);
-  const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
-  const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
-    auto backend = make_backend<CpuBackend>(topo, comm);
-    LayerRank<CpuBackend> rank(backend, topo, layer, script, {});
-    KvpAllToAll<CpuBackend> other(
-        backend,
-        KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(), /*max_slices=*/1));
-    decode_over(other, backend, topo, rank, script);
+TEST_CASE("An exchange that was built for another KVP group is refused") {
+  check_exchange_is_refused(/*max_slices=*/4, /*group=*/2, [](int rank) {
+    return "built for KVP group 2, this rank has TPA rank " + std::to_string(rank % 2);
   });
-  for (int r = 0; r < 4; ++r) {
-    CAPTURE(r, outcomes.message(r));
-    CHECK(outcomes.code(r) == ErrorCode::invalid_argument);
-    CHECK(outcomes.message(r).find("give KvpAllToAllSpec::max_slices as many") != std::string::npos);
-  }
+}
+
+TEST_CASE("An exchange that was built for fewer slices than HopB is refused") {
+  check_exchange_is_refused(/*max_slices=*/1, /*group=*/{},
+                            [](int) { return std::string("give KvpAllToAllSpec::max_slices as many"); });
 }
 
 TEST_CASE("A workspace that is too small is told all that the step needs") {

@@ -157,8 +157,8 @@ TEST_CASE("every way of reading weights gives the same bits, near sums in double
         const Operands operands(rows, cols, 67, dtype, static_cast<unsigned>(cols * 100 + rows));
         INFO(to_string(dtype) << ", " << rows << " rows of " << cols);
         const std::vector<float> plain = multiply_as(operands, Kernel::vectors, Reading::plain);
-        for (const Reading reading :
-             {Reading::ahead, Reading::ahead_pairs, Reading::near, Reading::rows, Reading::strips})
+        for (const Reading reading : {Reading::ahead, Reading::ahead_pairs, Reading::near, Reading::rows,
+                                      Reading::strips, Reading::strips_ahead})
           CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::vectors, reading)));
         double worst = 0.0;
         for (std::int64_t i = 0; i < rows * 67; i += 11) {
@@ -178,7 +178,8 @@ TEST_CASE("products of bf16 round the activations and nothing else") {
       INFO(rows << " rows of " << cols);
       if (has_bf16_dots()) {
         const std::vector<float> plain = multiply_as(operands, Kernel::bf16_dots, Reading::plain);
-        for (const Reading reading : {Reading::ahead, Reading::ahead_pairs, Reading::rows, Reading::strips})
+        for (const Reading reading :
+             {Reading::ahead, Reading::ahead_pairs, Reading::rows, Reading::strips, Reading::strips_ahead})
           CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::bf16_dots, reading)));
         for (const Reading reading : {Reading::rows2, Reading::rows4}) {
           if (rows == 1) CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::bf16_dots, reading)));
@@ -234,7 +235,8 @@ TEST_CASE("where weights lie changes no bit, and nothing beside them is read int
           CHECK(have_equal_bits(first, out));
         }
       };
-      for (const Reading reading : {Reading::rows, Reading::strips, Reading::ahead, Reading::plain}) {
+      for (const Reading reading :
+           {Reading::rows, Reading::strips, Reading::strips_ahead, Reading::ahead, Reading::plain}) {
         read_everywhere(Kernel::vectors, reading);
         if (has_bf16_dots()) read_everywhere(Kernel::bf16_dots, reading);
       }

@@ -183,6 +183,13 @@ SchedulerSpec small_spec() {
   return spec;
 }
 
+/// Has room for five pages of 24 tokens, 8 on each rank.
+SchedulerSpec five_pages_spec() {
+  SchedulerSpec spec = small_spec();
+  spec.ledger.pages = 5;
+  return spec;
+}
+
 /// Has room for `requests` requests of `tokens` tokens each in the steps, and for as many ended ones.
 SchedulerSpec spacious_spec(std::int64_t requests, std::int64_t tokens) {
   SchedulerSpec spec = small_spec();
@@ -417,9 +424,7 @@ TEST_CASE("of ended requests, the one that was used longest ago is given up firs
 
 TEST_CASE("a request that needs memory takes it from the oldest, but not from the one that it continues",
           "[quick]") {
-  SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;  // of 24 tokens over all ranks
-  Decoder decoder(spec);
+  Decoder decoder(five_pages_spec());
   for (const std::int32_t token : {1, 2, 3}) cached_tokens(decoder, uniform(token, 22));
   ServeRequest long_one = uniform(1, 50);
   long_one.max_tokens = 22;
@@ -429,9 +434,7 @@ TEST_CASE("a request that needs memory takes it from the oldest, but not from th
 }
 
 TEST_CASE("a request that would find no room even so leaves the caches of ended ones", "[quick]") {
-  SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;  // of 24 tokens over all ranks
-  Decoder decoder(spec);
+  Decoder decoder(five_pages_spec());
   cached_tokens(decoder, uniform(1, 22));
   ServeRequest other = uniform(2, 80);
   other.max_tokens = 16;
@@ -569,9 +572,8 @@ TEST_CASE("a request joins the replica with the fewest", "[quick]") {
 }
 
 TEST_CASE("a replica that has no room for one request may have it for the next", "[quick]") {
-  SchedulerSpec spec = small_spec();
+  SchedulerSpec spec = five_pages_spec();
   spec.num_replicas = 2;
-  spec.ledger.pages = 5;  // of 24 tokens over all ranks
   Decoder decoder(spec);
   std::int32_t token = 0;
   for (const std::int64_t pages : {3, 2, 3, 2}) {  // the third one finds room only in the second replica
@@ -595,9 +597,7 @@ TEST_CASE("a request that says no max_tokens has at most what the context leaves
 }
 
 TEST_CASE("a waiting request that is cancelled leaves its turn to the next", "[quick]") {
-  SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;  // of 24 tokens over all ranks
-  Decoder decoder(spec);
+  Decoder decoder(five_pages_spec());
   ServeRequest first = uniform(1, 80);
   first.max_tokens = 16;
   const ServeRequest second = uniform(2, 40);
@@ -610,9 +610,7 @@ TEST_CASE("a waiting request that is cancelled leaves its turn to the next", "[q
 }
 
 TEST_CASE("a short request that ends early leaves its pages to the next", "[quick]") {
-  SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;  // of 24 tokens over all ranks
-  Decoder decoder(spec);
+  Decoder decoder(five_pages_spec());
   ServeRequest first = uniform(1, 2);
   first.max_tokens = 118;
   first.stop = {next_token(first.prompt)};

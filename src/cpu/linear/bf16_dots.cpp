@@ -184,7 +184,7 @@ struct Dots {
       const bf16* first = strip.weight + n * strip.stride;
       LineJoiner weights[K] = {LineJoiner(first, strip.cols),
                                LineJoiner(first + strip.second(n), strip.cols)};
-      const bf16* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
+      const bf16* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second_ahead(n)};
       // Weights that begin inside a cache line end in one more line.
       HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) __builtin_prefetch(ahead[k] + strip.cols - 1, 0, 2);
       __m512 acc[kSums];  // [block][weight row][activation row]

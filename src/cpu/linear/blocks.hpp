@@ -43,7 +43,8 @@ struct Strip {
   const T* weight = nullptr;
   std::int64_t stride = 0;
   std::int64_t count = 0;        ///< Weight rows.
-  std::int64_t ahead_rows = 0;   ///< Prefetch the row this many rows ahead, if there is one,
+  const T* next = nullptr;       ///< Prefetch this in address order; if null,
+  std::int64_t ahead_rows = 0;   ///< the row this many rows ahead, if there is one,
   std::int64_t next_offset = 0;  ///< else what is this many elements after the current row.
   const void* rows[2] = {};      ///< Packed rows of each block.
   std::int64_t cols = 0;
@@ -54,10 +55,13 @@ struct Strip {
 
   /// What is prefetched while weight row `n` is multiplied.
   const T* ahead(std::int64_t n) const {
+    if (next != nullptr) return next + n * cols;
     return weight + n * stride + (n + ahead_rows < count ? ahead_rows * stride : next_offset);
   }
   /// Elements from weight row `n` to the next one, or 0 if it is the last.
   std::int64_t second(std::int64_t n) const { return n + 1 < count ? stride : 0; }
+  /// As second(), for what is prefetched.
+  std::int64_t second_ahead(std::int64_t n) const { return next == nullptr ? second(n) : cols; }
 };
 
 /// Adds the dots of a tile to `out`, or stores them if `is_first`.
@@ -88,7 +92,7 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 
 /// Executes one task. `Arithmetic` provides: Weight, the stored type; Row, the packed type; kChunk, columns
 /// after which sums are folded; kGroup<R>, weight rows at once; kStep, columns per step; kSumFloats, floats
-/// of a vector of sums; kReadsAhead, whether it supports Reading::ahead, Reading::rows and Reading::strips;
+/// of a vector of sums; kReadsAhead, whether it supports all readings of a BlockWalk;
 /// multiply<R, kLines>(Tile), which prefetches kLines lines per step (0, or if it reads ahead 1, kGroup<R> or
 /// half of that, rounded up); multiply_row<R>(Tile, ahead) for one weight row, which prefetches `ahead`
 /// elements after each step that it reads; and multiply_strip<R0, R1>(Strip), for blocks of R0 and R1 rows.
@@ -106,7 +110,9 @@ class BlockWalk {
   void run() {
     if constexpr (Arithmetic::kReadsAhead) {
       if (task_.reading == Reading::rows && are_near()) return multiply_rows();
-      if (task_.reading == Reading::rows || task_.reading == Reading::strips) return multiply_strips();
+      if (task_.reading == Reading::rows || task_.reading == Reading::strips ||
+          task_.reading == Reading::strips_ahead)
+        return multiply_strips();
     }
     const std::int64_t rows = block_weight_rows();
     for (std::int64_t first = 0; first < task_.num_weight_rows; first += rows)
@@ -240,19 +246,35 @@ class BlockWalk {
       strip.is_last = end == begin + cols;
       strip.sums = sums;
       strip.dots = dots;
-      if (row == 0) {
-        // Later activation rows find the weights in L2. After the last weight row comes the first one of the
-        // next strip, or of the next group of rows.
-        const bool is_end = end == task_.cols;
-        const std::int64_t next =
-            is_end ? kAhead * task_.cols - at : (kAhead - count) * task_.cols + end - at;
-        const bool has_next = !is_end || first + count < task_.num_weight_rows || task_.goes_on;
-        strip.ahead_rows = kAhead;
-        strip.next_offset = has_next ? next : 0;
-      }
+      // Later activation rows find the weights in L2.
+      if (row == 0 && task_.reading == Reading::strips_ahead) prefetch_next_rows(first, at, strip);
+      if (row == 0 && task_.reading != Reading::strips_ahead) prefetch_strip<kAhead>(first, at, strip);
       Arithmetic::template multiply_strip<R0, R1>(strip);
     }
     add_dots<R>(task_, dots, row, first, count, begin == 0 && !task_.accumulate);
+  }
+
+  /// Lets `strip`, columns from `at` on of weight rows from `first` on, prefetch rows kAhead further on.
+  /// After the last weight row comes the first one of the next strip, or of the next group of rows.
+  template <std::int64_t kAhead>
+  void prefetch_strip(std::int64_t first, std::int64_t at, Strip<Weight>& strip) const {
+    const std::int64_t end = at + strip.cols;
+    const bool is_end = end == task_.cols;
+    const std::int64_t next =
+        is_end ? kAhead * task_.cols - at : (kAhead - strip.count) * task_.cols + strip.cols;
+    const bool has_next = !is_end || first + strip.count < task_.num_weight_rows || task_.goes_on;
+    strip.ahead_rows = kAhead;
+    strip.next_offset = has_next ? next : 0;
+  }
+
+  /// Lets `strip`, as above, prefetch its share of the next group of rows.
+  void prefetch_next_rows(std::int64_t first, std::int64_t at, Strip<Weight>& strip) const {
+    const std::int64_t next = first + strip.count;
+    const std::int64_t count =
+        task_.goes_on ? kStripRows : std::min(kStripRows, task_.num_weight_rows - next);
+    const std::int64_t offset = at * strip.count;
+    if (offset + strip.cols * strip.count <= count * task_.cols)
+      strip.next = weight_ + next * task_.cols + offset;
   }
 
   template <int R>

@@ -20,14 +20,15 @@ constexpr Variant<Reading> kVectorReadings[] = {{"ahead", Reading::ahead},
                                                 {"plain", Reading::plain},
                                                 {"near", Reading::near},
                                                 {"strips", Reading::strips},
+                                                {"strips_ahead", Reading::strips_ahead},
                                                 {"rows", Reading::rows}};
-constexpr Variant<Reading> kDotReadings[] = {{"ahead", Reading::ahead},
-                                             {"ahead_pairs", Reading::ahead_pairs},
-                                             {"plain", Reading::plain},
-                                             {"strips", Reading::strips},
-                                             {"rows", Reading::rows}};
-constexpr Variant<Reading> kManyReadings[] = {
-    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"strips", Reading::strips}};
+constexpr Variant<Reading> kDotReadings[] = {
+    {"ahead", Reading::ahead},   {"ahead_pairs", Reading::ahead_pairs},   {"plain", Reading::plain},
+    {"strips", Reading::strips}, {"strips_ahead", Reading::strips_ahead}, {"rows", Reading::rows}};
+constexpr Variant<Reading> kManyReadings[] = {{"ahead", Reading::ahead},
+                                              {"plain", Reading::plain},
+                                              {"strips", Reading::strips},
+                                              {"strips_ahead", Reading::strips_ahead}};
 /// For one row.
 constexpr Variant<Reading> kVectorRowReadings[] = {
     {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"near", Reading::near}, {"rows", Reading::rows}};

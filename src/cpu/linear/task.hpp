@@ -59,8 +59,9 @@ enum class Reading : std::uint8_t {
   /// Strips of columns, narrow enough that L1 holds two blocks of their activations. Reads a strip's weight
   /// rows two at a time and prefetches each line some rows ahead. Vectors and bf16_dots.
   strips,
-  rows2,  ///< Row after row, two lines at a time. bf16_dots with one activation row only.
-  rows4   ///< As rows2, four lines at a time.
+  strips_ahead,  ///< As strips, but prefetches the next group of weight rows in address order.
+  rows2,         ///< Row after row, two lines at a time. bf16_dots with one activation row only.
+  rows4          ///< As rows2, four lines at a time.
 };
 
 /// out[r, n] = in[r] . weight[n] (+ bias[n]) (+ out[r, n]) for num_weight_rows rows n.

@@ -106,7 +106,7 @@ struct Vectors {
     for (std::int64_t n = 0; n < strip.count; n += K, sums += kSums * kSumFloats, dots += kSums) {
       const T* weights[K] = {strip.weight + n * strip.stride,
                              strip.weight + n * strip.stride + strip.second(n)};
-      const T* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
+      const T* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second_ahead(n)};
       Vec acc[kSums];  // [block][weight row][activation row]
       HELIX_UNROLL for (int i = 0; i < kSums; ++i) {
         acc[i] = strip.is_first ? hn::Zero(kF32) : hn::LoadU(kF32, sums + i * kSumFloats);
