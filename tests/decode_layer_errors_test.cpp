@@ -398,6 +398,16 @@ void check_out_of_step(const RankOutcomes& outcomes) {
   CHECK(out_of_step >= 1);
 }
 
+/// Runs the layer of `rank` in the first step of `script`, over `exchange` in place of the rank's own.
+void decode_over(KvpAllToAll<CpuBackend>& exchange, CpuBackend& backend, const Topology& topo,
+                 LayerRank<CpuBackend>& rank, const Script& script) {
+  rank.prepare(script.steps[0]);
+  DecodeLayerOptions<CpuBackend> options = rank.layer_options();
+  options.exchange = &exchange;
+  decode_layer(backend, topo.rank_shape(backend.comms().stage->rank()), rank.config(), rank.weights(),
+               rank.cache().layer(0), rank.batch().batch(), rank.hidden(), options, rank.stream());
+}
+
 TEST_CASE("A KVP group of the right size with ranks of two groups is out of step, not a wrong result") {
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
@@ -429,15 +439,11 @@ void check_exchange_is_refused(int max_slices, std::optional<int> group, const W
   const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
     auto backend = make_backend<CpuBackend>(topo, comm);
     LayerRank<CpuBackend> rank(backend, topo, layer, script, {});
-    const RankShape shape = topo.rank_shape(comm.rank());
-    KvpAllToAllSpec spec = KvpAllToAllSpec::of_layers(shape, script.max_step_tokens(), max_slices);
+    KvpAllToAllSpec spec =
+        KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(), max_slices);
     if (group) spec.group = *group;
     KvpAllToAll<CpuBackend> exchange(backend, spec);
-    rank.prepare(script.steps[0]);
-    DecodeLayerOptions<CpuBackend> options = rank.layer_options();
-    options.exchange = &exchange;
-    decode_layer(backend, shape, rank.config(), rank.weights(), rank.cache().layer(0), rank.batch().batch(),
-                 rank.hidden(), options, rank.stream());
+    decode_over(exchange, backend, topo, rank, script);
   });
   for (int r = 0; r < 4; ++r) {
     CAPTURE(r, outcomes.message(r));
