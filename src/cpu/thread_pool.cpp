@@ -12,6 +12,7 @@
 #include <helix/error.hpp>
 
 #include "comm/start_thread.hpp"
+#include "cpu/cores.hpp"
 #include "cpu/spin_wait.hpp"
 
 namespace helix::cpu {
@@ -26,6 +27,7 @@ struct Loop {
   void (*call)(const void* body, std::int64_t index, int thread) = nullptr;
   std::int64_t count = 0;
   std::atomic<std::int64_t> next = 0;
+  int core = -1;                 // of the caller
   std::atomic<int> helpers = 0;  // workers inside; joins and the last leave happen under the pool's mutex
   std::exception_ptr failure;    // guarded by the pool's mutex
 
@@ -66,6 +68,7 @@ struct ThreadPool::State {
   }
 
   void work(int thread) {
+    const AllowedCores cores;  // of the thread that made the pool
     std::unique_lock lock(mutex);
     for (;;) {
       Loop* loop = open_loop();
@@ -82,6 +85,9 @@ struct ThreadPool::State {
       }
       loop->helpers.fetch_add(1, std::memory_order_relaxed);
       lock.unlock();
+      // The system may wake a worker on its caller's core and leave it there for 20 ms, although others are
+      // idle.
+      if (loop->core == current_core() && num_threads <= cores.count()) cores.leave(loop->core);
       run(*loop, thread);
       lock.lock();
       // Release: a caller that sees 0 while spinning returns without the mutex, and its loop is then
@@ -135,6 +141,7 @@ void ThreadPool::run(std::int64_t count, const void* body, Call call) {
   loop.body = body;
   loop.call = call;
   loop.count = count;
+  loop.core = current_core();
   int sleepers = 0;
   {
     const std::lock_guard lock(state_->mutex);

@@ -11,7 +11,12 @@
 #include <helix/cpu/thread_pool.hpp>
 #include <helix/error.hpp>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #include "support/catch.hpp"
+#include "support/skipped.hpp"
 
 using helix::cpu::ThreadPool;
 
@@ -94,3 +99,58 @@ TEST_CASE("a pool without threads is refused") {
   CHECK_THROWS_AS(ThreadPool(0), helix::Error);
   CHECK_THROWS_AS(ThreadPool(-2), helix::Error);
 }
+
+#if defined(__linux__)
+
+namespace {
+
+/// The cores that the calling thread may use; none if the system does not tell.
+cpu_set_t allowed_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) CPU_ZERO(&cores);
+  return cores;
+}
+
+/// Lets the calling thread run on `core` alone. Returns whether it does.
+bool stay_on(int core) {
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(static_cast<unsigned>(core), &only);
+  return sched_setaffinity(0, sizeof(only), &only) == 0 && sched_getcpu() == core;
+}
+
+}  // namespace
+
+TEST_CASE("a worker on its caller's core moves to another one") {
+  cpu_set_t cores = allowed_cores();
+  if (CPU_COUNT(&cores) < 2) return helix::test::skip("this process may not use two cores");
+  ThreadPool pool(2);
+  bool are_together = false;
+  int callers_core = -1;
+  int workers_core = -1;
+  std::thread caller([&] {  // a thread of its own, so that the test's stays where it may
+    // Calls use() on the worker and returns when it has.
+    const auto on_worker = [&](const auto& use) {
+      std::atomic<int> arrived = 0;
+      pool.parallel_for(2, [&](std::int64_t, int thread) {
+        ++arrived;
+        while (arrived < 2) std::this_thread::yield();
+        if (thread == 1) use();
+      });
+    };
+    callers_core = sched_getcpu();
+    are_together = stay_on(callers_core);
+    on_worker([&] { are_together &= stay_on(callers_core); });
+    on_worker([&] {
+      workers_core = sched_getcpu();
+      cores = allowed_cores();
+    });
+  });
+  caller.join();
+  REQUIRE(are_together);
+  CHECK(workers_core != callers_core);
+  CHECK_FALSE(CPU_ISSET(static_cast<unsigned>(callers_core), &cores));
+  CHECK(CPU_ISSET(static_cast<unsigned>(workers_core), &cores));
+}
+
+#endif

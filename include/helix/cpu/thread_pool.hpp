@@ -10,7 +10,8 @@
 namespace helix::cpu {
 
 /// A fixed set of worker threads for fork-join loops inside one operation. Several streams may call it at
-/// once.
+/// once. A worker that finds itself on its caller's core moves to another one that the pool's creator could
+/// use, and stays off that core: its own affinity changes, no other thread's.
 class HELIX_API ThreadPool {
  public:
   /// A pool of `num_threads` threads in all, the caller of parallel_for() included: 1 creates none.
