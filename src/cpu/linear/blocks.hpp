@@ -246,9 +246,13 @@ class BlockWalk {
       strip.is_last = end == begin + cols;
       strip.sums = sums;
       strip.dots = dots;
-      // Later activation rows find the weights in L2.
-      if (row == 0 && task_.reading == Reading::strips_ahead) prefetch_next_rows(first, at, strip);
-      if (row == 0 && task_.reading != Reading::strips_ahead) prefetch_strip<kAhead>(first, at, strip);
+      if (row == 0) {  // later activation rows find the weights in L2
+        if (task_.reading == Reading::strips_ahead) {
+          prefetch_next_rows(first, at, strip);
+        } else {
+          prefetch_strip<kAhead>(first, at, strip);
+        }
+      }
       Arithmetic::template multiply_strip<R0, R1>(strip);
     }
     add_dots<R>(task_, dots, row, first, count, begin == 0 && !task_.accumulate);
