@@ -358,31 +358,44 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
         [](Arguments& a) { a.mla().qkv_a.rows = a.shape.mla->latent_dim(); }}});
 }
 
+/// Makes a KVP communicator of a stage of KVP 2 and TPA 2.
+using Split = std::function<cpu::LocalComm(cpu::LocalComm&, const RankCoordinates&)>;
+
+/// Ways to make one that is not the topology's, with their names.
+std::vector<std::pair<std::string_view, Split>> wrong_splits() {
+  return {{"the stage itself", [](cpu::LocalComm& stage, const RankCoordinates&) { return stage; }},
+          {"the group in reverse",
+           [](cpu::LocalComm& stage, const RankCoordinates& at) {
+             return stage.split(at.tpa_rank, -at.kvp_rank);
+           }},
+          {"the TPA group", [](cpu::LocalComm& stage,
+                               const RankCoordinates& at) { return stage.split(at.kvp_rank, at.tpa_rank); }},
+          {"a group of one",
+           [](cpu::LocalComm& stage, const RankCoordinates&) { return stage.split(stage.rank(), 0); }}};
+}
+
 TEST_CASE("A KVP communicator that is not the topology's is refused with both ranks") {
-  using Split = std::function<cpu::LocalComm(cpu::LocalComm&, const RankCoordinates&)>;
-  const std::vector<std::pair<std::string_view, Split>> splits{
-      {"the stage itself", [](cpu::LocalComm& stage, const RankCoordinates&) { return stage; }},
-      {"the group in reverse",
-       [](cpu::LocalComm& stage, const RankCoordinates& at) {
-         return stage.split(at.tpa_rank, -at.kvp_rank);
-       }},
-      {"the TPA group", [](cpu::LocalComm& stage,
-                           const RankCoordinates& at) { return stage.split(at.kvp_rank, at.tpa_rank); }},
-      {"a group of one",
-       [](cpu::LocalComm& stage, const RankCoordinates&) { return stage.split(stage.rank(), 0); }}};
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
   const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
-  for (const auto& [name, split] : splits) {
-    const RankOutcomes outcomes = run_ranks(4, [&, &make = split](cpu::LocalComm& comm) {
-      CpuBackend backend(comm, make(comm, topo.stage_coordinates(comm.rank())));
-      LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = 2});
-      rank.prepare(script.steps[0]);
-      rank.launch();
-    });
-    CAPTURE(name, outcomes.all_messages());
-    CHECK(outcomes.code(1) == ErrorCode::invalid_argument);
-    CHECK(outcomes.message(1).find("the KVP communicator has rank ") != std::string::npos);
+  for (const auto& [name, split] : wrong_splits()) {
+    // For the cache, too, and for decode_layer() alone.
+    for (const bool has_own_cache : {false, true}) {
+      const RankOutcomes outcomes = run_ranks(4, [&, &make = split](cpu::LocalComm& comm) {
+        CpuBackend wrong(comm, make(comm, topo.stage_coordinates(comm.rank())));
+        auto right = make_backend<CpuBackend>(topo, comm);
+        LayerRank<CpuBackend> rank(has_own_cache ? right : wrong, topo, layer, script, {});
+        rank.prepare(script.steps[0]);
+        decode_layer(wrong, topo.rank_shape(comm.rank()), rank.config(), rank.weights(),
+                     rank.cache().layer(0), rank.batch().batch(), rank.hidden(), rank.layer_options(),
+                     rank.stream());
+      });
+      CAPTURE(name, has_own_cache, outcomes.all_messages());
+      CHECK(outcomes.code(1) == ErrorCode::invalid_argument);
+      CHECK_THAT(outcomes.message(1),
+                 ContainsSubstring(has_own_cache ? "decode_layer: the KVP communicator has rank "
+                                                 : "the KVP communicator has rank "));
+    }
   }
 }
 

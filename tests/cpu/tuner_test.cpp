@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The choice of cpu::Tuner among variants, and how it is fixed by name.
 #include "cpu/tuner.hpp"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The functions of engine.hpp.
 #include "engine.hpp"
 
 #include <helix/cpu/local_comm.hpp>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A shared library that uses helix inside, as an engine does.
 #pragma once
 
 #include <helix/export.hpp>
