@@ -2,6 +2,7 @@
 // Calibration with cases whose results can be computed by hand.
 #include "calibration.hpp"
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -102,6 +103,55 @@ TEST_CASE("collectives over windows count only where none went over NCCL, and no
   CHECK(us({layer(2, 6, true)}, Collective::all_to_all) == 0);
   CHECK(us({layer(2, 6, true)}, Collective::all_reduce) == 6);
   CHECK(us({layer(2, 6, false), layer(9, 8, false)}, Collective::all_to_all) == Approx(6).epsilon(0.02));
+}
+
+TEST_CASE(
+    "an exchange that was measured alone counts in place of a layer's, whose size is that of its heads") {
+  Hardware base = hardware_preset("gb200");
+  base.overheads.per_operator = microseconds(3);
+  const auto all_to_all = [&](const std::vector<BenchCase>& cases) {
+    const std::vector<MeasuredCollective> measured = helix::plan_cli::calibrate(base, cases).measured;
+    const auto found = std::ranges::find(measured, Collective::all_to_all, &MeasuredCollective::collective);
+    REQUIRE(found != measured.end());
+    REQUIRE(found->points.size() == 1);
+    return found->points[0];
+  };
+  const BenchCase alone{.name = "exchange",
+                        .family = "exchange",
+                        .parameters = {{"kvp", "2"}},
+                        .values = {{"us", 20}, {"bytes", 1e6}}};
+  const TimedSize measured = all_to_all({layer(9, 8, false), alone});
+  CHECK(in_bytes(measured.size) == 1e6);
+  // The combine reads 1.5 MB at 8000 GB/s.
+  CHECK(in_microseconds(measured.time) == Approx(20 - 3 - 1.5e6 / 8e6));
+
+  using helix::plan_cli::BenchShape;
+  for (const int tpa : {1, 2}) {
+    BenchCase at = layer(9, 8, false);
+    at.parameters["tpa"] = std::to_string(tpa);
+    CHECK(in_bytes(all_to_all({at}).size) == 8.0 * (BenchShape::kHeads / tpa) * (BenchShape::kDim * 2 + 4));
+  }
+}
+
+TEST_CASE(
+    "attention of no bytes takes what the line through the two smallest sizes says, where that is above 0") {
+  const auto attention = [](double megabytes, double us) {
+    return BenchCase{.name = "partial_attention",
+                     .family = "partial_attention",
+                     .parameters = {{"queries", "1"}},
+                     .values = {{"us", us}, {"bytes/s", megabytes * 1e6 / (us * 1e-6)}}};
+  };
+  const auto read = [](const std::vector<BenchCase>& cases) {
+    return helix::plan_cli::calibrate(hardware_preset("gb200"), cases).attention_read;
+  };
+  // 10 us and 1 us a megabyte.
+  const BandwidthCurve slow_start = read({attention(10, 20), attention(20, 30), attention(100, 110)});
+  CHECK(in_microseconds(slow_start.time(bytes(1))) == Approx(10));
+  CHECK(in_microseconds(slow_start.time(bytes(1e7))) == Approx(20));
+  // Twice the bytes take more than twice the time: below the smallest size its bandwidth holds.
+  const BandwidthCurve no_start = read({attention(10, 20), attention(20, 50)});
+  CHECK(in_microseconds(no_start.time(bytes(5e6))) == Approx(10));
+  CHECK(in_microseconds(no_start.time(bytes(1e7))) == Approx(20));
 }
 
 TEST_CASE("aggregates and failed cases are no measurements, and a later file replaces a case") {
