@@ -358,6 +358,16 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
         [](Arguments& a) { a.mla().qkv_a.rows = a.shape.mla->latent_dim(); }}});
 }
 
+/// Runs the layer of `rank` in the first step of `script`, over `exchange` in place of the rank's own.
+void decode_over(KvpAllToAll<CpuBackend>& exchange, CpuBackend& backend, const Topology& topo,
+                 LayerRank<CpuBackend>& rank, const Script& script) {
+  rank.prepare(script.steps[0]);
+  DecodeLayerOptions<CpuBackend> options = rank.layer_options();
+  options.exchange = &exchange;
+  decode_layer(backend, topo.rank_shape(backend.comms().stage->rank()), rank.config(), rank.weights(),
+               rank.cache().layer(0), rank.batch().batch(), rank.hidden(), options, rank.stream());
+}
+
 /// Makes a KVP communicator of a stage of KVP 2 and TPA 2.
 using Split = std::function<cpu::LocalComm(cpu::LocalComm&, const RankCoordinates&)>;
 
@@ -379,16 +389,13 @@ TEST_CASE("A KVP communicator that is not the topology's is refused with both ra
   const Script script = ragged_script(3, layer.hidden, 9);
   const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
   for (const auto& [name, split] : wrong_splits()) {
-    // For the cache, too, and for decode_layer() alone.
+    // The cache refuses it; with a cache of the right group, decode_layer() does.
     for (const bool has_own_cache : {false, true}) {
       const RankOutcomes outcomes = run_ranks(4, [&, &make = split](cpu::LocalComm& comm) {
         CpuBackend wrong(comm, make(comm, topo.stage_coordinates(comm.rank())));
         auto right = make_backend<CpuBackend>(topo, comm);
-        LayerRank<CpuBackend> rank(has_own_cache ? right : wrong, topo, layer, script, {});
-        rank.prepare(script.steps[0]);
-        decode_layer(wrong, topo.rank_shape(comm.rank()), rank.config(), rank.weights(),
-                     rank.cache().layer(0), rank.batch().batch(), rank.hidden(), rank.layer_options(),
-                     rank.stream());
+        LayerRank<CpuBackend> rank(has_own_cache ? right : wrong, topo, layer, script, {.hop_b_slices = 2});
+        decode_over(*rank.layer_options().exchange, wrong, topo, rank, script);
       });
       CAPTURE(name, has_own_cache, outcomes.all_messages());
       CHECK(outcomes.code(1) == ErrorCode::invalid_argument);
@@ -409,16 +416,6 @@ void check_out_of_step(const RankOutcomes& outcomes) {
     out_of_step += outcomes.code(r) == ErrorCode::out_of_step ? 1 : 0;
   }
   CHECK(out_of_step >= 1);
-}
-
-/// Runs the layer of `rank` in the first step of `script`, over `exchange` in place of the rank's own.
-void decode_over(KvpAllToAll<CpuBackend>& exchange, CpuBackend& backend, const Topology& topo,
-                 LayerRank<CpuBackend>& rank, const Script& script) {
-  rank.prepare(script.steps[0]);
-  DecodeLayerOptions<CpuBackend> options = rank.layer_options();
-  options.exchange = &exchange;
-  decode_layer(backend, topo.rank_shape(backend.comms().stage->rank()), rank.config(), rank.weights(),
-               rank.cache().layer(0), rank.batch().batch(), rank.hidden(), options, rank.stream());
 }
 
 TEST_CASE("A KVP group of the right size with ranks of two groups is out of step, not a wrong result") {

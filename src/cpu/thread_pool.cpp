@@ -38,6 +38,7 @@ struct Loop {
 
 struct ThreadPool::State {
   int num_threads = 1;
+  const AllowedCores cores;  // of the thread that made the pool, and so of the workers
   std::mutex mutex;
   std::condition_variable work_arrives;
   std::condition_variable helper_leaves;
@@ -68,7 +69,6 @@ struct ThreadPool::State {
   }
 
   void work(int thread) {
-    const AllowedCores cores;  // of the thread that made the pool
     std::unique_lock lock(mutex);
     for (;;) {
       Loop* loop = open_loop();

@@ -21,6 +21,11 @@ Hardware plain_hardware() {
   return hardware;
 }
 
+/// Operations a second of products of 16 bits.
+double peak_flops() {
+  return plain_hardware().peak(16) / (flops(1) / seconds(1));
+}
+
 /// The predicted times of `cases`, with no calibration that concerns them.
 std::vector<double> predicted_us(const std::vector<BenchCase>& cases) {
   const BenchCase all_reduce{.name = "decode_layer",
@@ -34,36 +39,33 @@ std::vector<double> predicted_us(const std::vector<BenchCase>& cases) {
 }
 
 TEST_CASE("a product takes the read of its bytes or its arithmetic, and an operator's overhead") {
-  const double peak = plain_hardware().peak(16) / (flops(1) / seconds(1));
   const auto product = [](double bytes, double operations) {
     return BenchCase{.name = "linear",
                      .family = "linear",
                      .parameters = {},
                      .values = {{"us", 1}, {"bytes", bytes}, {"flop/s", operations / 1e-6}}};
   };
-  const std::vector<double> us = predicted_us({product(8e7, 1), product(8e7, peak * 20e-6)});
+  const std::vector<double> us = predicted_us({product(8e7, 1), product(8e7, peak_flops() * 20e-6)});
   REQUIRE(us.size() == 2);
   CHECK(us[0] == Approx(10 + 3));
   CHECK(us[1] == Approx(20 + 3));
 }
 
 TEST_CASE("attention of several query tokens is predicted as such") {
-  const auto attention = [](int queries, int batch) {
-    // 4096 bytes a token: 8 KV heads of 128 in bf16, K and V.
+  // 8 sequences of 8192 tokens of 4096 bytes: 8 KV heads of 128 in bf16, K and V.
+  constexpr double kBytes = 8 * 8192 * 4096.0;
+  const auto attention = [](int queries) {
     return BenchCase{.name = "partial_attention",
                      .family = "partial_attention",
-                     .parameters = {{"heads", "64:8"},
-                                    {"batch", std::to_string(batch)},
-                                    {"queries", std::to_string(queries)}},
-                     .values = {{"us", 100}, {"bytes/s", batch * 8192 * 4096.0 / 100e-6}}};
+                     .parameters = {{"heads", "64:8"}, {"batch", "8"}, {"queries", std::to_string(queries)}},
+                     .values = {{"us", 100}, {"bytes/s", kBytes / 100e-6}}};
   };
-  const std::vector<double> us = predicted_us({attention(1, 8), attention(64, 8), attention(1024, 8)});
+  const std::vector<double> us = predicted_us({attention(1), attention(64), attention(1024)});
   REQUIRE(us.size() == 3);
-  CHECK(us[0] == Approx(8 * 8192 * 4096.0 / 8e6 + 3).epsilon(0.2));
+  CHECK(us[0] == Approx(kBytes / 8e6 + 3).epsilon(0.2));
   CHECK(us[1] >= us[0]);
   // 4 operations for each query head, column and pair of a query and a key.
-  const double peak = plain_hardware().peak(16) / (flops(1) / seconds(1));
-  CHECK(us[2] > 4.0 * 64 * 128 * 8 * 1024 * 7000 / peak * 1e6);
+  CHECK(us[2] > 4.0 * 64 * 128 * 8 * 1024 * 7000 / peak_flops() * 1e6);
 }
 
 }  // namespace
