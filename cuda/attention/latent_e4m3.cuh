@@ -39,6 +39,7 @@ struct PartLoop {
   StagePlace<K> place;
   Totals<K>& totals;
   Sums<K>& sums;
+  bool are_unset = true;  // Shared::are_unset, as far as this group has seen it
 
   __device__ __forceinline__ StagePlace<K> next_place() {
     const StagePlace<K> now = place;
@@ -50,26 +51,28 @@ struct PartLoop {
   /// pivots.
   __device__ __forceinline__ void follow_other() {
     group_sync(kWeights + 1 - softmax.group, kConsumers);
-    if (!warp_uniform(softmax.s.is_raised[1 - softmax.group])) return;
+    if (!softmax.s.is_raised[1 - softmax.group]) return;
+    are_unset = softmax.s.are_unset;
     softmax.shrink_sums(1 - softmax.group, sums);
     softmax.shrink_totals(1 - softmax.group, totals);
   }
   __device__ __forceinline__ void finish_sums() { latent::finish(sums[0], sums[1], sums[2], sums[3]); }
 
-  /// Computes the weights of this group's tile `i`. Returns whether it raised pivots.
+  /// Computes the weights of this group's tile `i`. Returns whether it raised pivots. Those of tile i - 2
+  /// have been read: the other group had added that tile's values before it weighed tile i - 1, which this
+  /// group has followed.
   __device__ __forceinline__ bool find_weights(int i, int token, const TokenScales& scales,
                                                Scores<K>& scores) {
     const float most = softmax.find_exponents(token, i >= whole.begin && i < whole.end, scales, scores);
-    const bool raises = group_or(kOneGroup + softmax.group, most > kMaxExponent || softmax.s.are_unset);
-    if (i >= 2) group_sync(kWeightsRead + softmax.group, kConsumers);
-    if (warp_uniform(raises)) {
-      softmax.raise(scores);
+    const bool raises = group_or(kOneGroup + softmax.group, most > kMaxExponent || are_unset);
+    if (raises) {
+      are_unset = softmax.raise(scores);
       softmax.shrink_totals(softmax.group, totals);
     }
     if (threadIdx.x % kWarpGroup == 0) softmax.s.is_raised[softmax.group] = raises;
     softmax.weigh(scales, scores, totals);
     group_arrive(kWeights + softmax.group, kConsumers);
-    return warp_uniform(raises);
+    return raises;
   }
 
   __device__ __forceinline__ void run() {
@@ -83,24 +86,24 @@ struct PartLoop {
       StagePlace<K> others = place;
       if (i > 0) others = next_place();
       const StagePlace<K> own = next_place();
-      products.multiply_keys(own, scores, scales);
+      const latent::OperandPlace queries = products.queries();
+      products.multiply_keys(own, queries, scores, scales);
       finish_sums();
       if (i > 0) {
         follow_other();
-        products.add_values(others, 1 - softmax.group, sums);
+        products.add_values(others, queries, 1 - softmax.group, sums);
         finish_sums();
       }
       const bool raises = find_weights(i, first_token + i * kLatentTileTokens, scales, scores);
-      if (i > 0 && i + 1 < count) group_arrive(kWeightsRead + 1 - softmax.group, kConsumers);
       if (raises) softmax.shrink_sums(softmax.group, sums);
       group_sync(kOneGroup + softmax.group, kWarpGroup);
-      products.add_values(own, softmax.group, sums);
+      products.add_values(own, queries, softmax.group, sums);
       finish_sums();
     }
     finish_sums();
     if (i == count) {
       follow_other();
-      products.add_values(next_place(), 1 - softmax.group, sums);
+      products.add_values(next_place(), products.queries(), 1 - softmax.group, sums);
       finish_sums();
     }
   }

@@ -57,6 +57,13 @@ __device__ __forceinline__ constexpr unsigned swizzled_half(unsigned row, unsign
   return row * 64u + ((part ^ (row / 2u % 4u)) * 16u);
 }
 
+/// Place of token `token` of a KV tile among Shared::ratios: a lane finds those of the four tokens of its
+/// part of a product's operand side by side.
+__device__ __forceinline__ constexpr int ratio_place(int token) {
+  const int step = token / kProductDepth;
+  return token % 8 / 2 * (kLatentTileTokens / 4) + step * 4 + token % kProductDepth / 8 * 2 + token % 2;
+}
+
 /// The schedule and, until the first weights are written, the spans of the query tiles.
 template <class K>
 struct Plan : SmallAttentionPlan<kLatentTileTokens, latent::Limits, K::kBlocks> {
@@ -65,7 +72,8 @@ struct Plan : SmallAttentionPlan<kLatentTileTokens, latent::Limits, K::kBlocks> 
   static __device__ void keep(int u, const QueryTileSpan& of) { span(u) = of; }
 };
 
-/// Turns a raw score of a query row into its exponent, base 2: score * factor - pivot.
+/// Turns a score of a query row, a capped one if scores are capped, into its exponent, base 2: score * factor
+/// - pivot.
 struct RowTerms {
   float factor;
   float pivot;
@@ -78,11 +86,12 @@ struct Shared {
   alignas(1024) std::byte weights[kGroups][latent::kChunkBytes];
   alignas(1024) std::byte tiles[K::kStages][K::kTileBytes];
   alignas(16) RowTerms row[K::kRows];
+  alignas(16) float cap_factor[K::kRows];      // of raw scores, if scores are capped
   alignas(16) float raise[kGroups][K::kRows];  // by how much each group's tile raised the pivots
   alignas(16) float top[kGroups][4][K::kRows];
   int low[K::kRows];  // local tokens that each row sees: [low, high)
   int high[K::kRows];
-  /// TokenScales::ratio of each group's tile: [columns / 128][token].
+  /// TokenScales::ratio of each group's tile: [columns / 128][ratio_place(token)].
   alignas(16) std::uint16_t ratios[kGroups][4][K::kIsMixed ? kLatentTileTokens : 1];
   bool is_unset[K::kRows];  // whether the row has no pivot yet
   bool are_unset;           // whether any row has no pivot yet
@@ -109,7 +118,7 @@ __device__ __forceinline__ QueryTileSpan& Plan<K>::span(int u) {
 }
 
 /// Named barriers of the block. All but kAllConsumers exist once a group, at number + group.
-enum Barrier { kAllConsumers = 1, kOneGroup = 2, kWeights = 4, kWeightsRead = 6 };
+enum Barrier { kAllConsumers = 1, kOneGroup = 2, kWeights = 4 };
 
 /// A KV tile's stage in the ring, and its phase.
 template <class K>

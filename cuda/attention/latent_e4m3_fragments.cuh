@@ -31,9 +31,5 @@ __device__ __forceinline__ unsigned multiply_pair(unsigned x, __half2 y) {
   const __half2 z = __hmul2(reinterpret_cast<const __half2&>(x), y);
   return reinterpret_cast<const unsigned&>(z);
 }
-__device__ __forceinline__ unsigned multiply_pair(unsigned x, __nv_bfloat162 y) {
-  const __nv_bfloat162 z = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), y);
-  return reinterpret_cast<const unsigned&>(z);
-}
 
 }  // namespace helix::cuda::latent_e4m3

@@ -37,6 +37,15 @@ struct Products {
   __device__ __forceinline__ latent::OperandPlace queries() const {
     return latent::OperandPlace::once_a_warp(rows_operand(at(s.queries)));
   }
+  /// Operand of the weights of group `of`'s tile. It is computed from queries(), as once_a_warp() waits
+  /// longer.
+  __device__ __forceinline__ latent::OperandPlace weights(const latent::OperandPlace& queries, int of) const {
+    constexpr unsigned kOrientation = static_cast<unsigned>(columns_operand(0, latent::kChunkBytes)) -
+                                      static_cast<unsigned>(rows_operand(0));
+    latent::OperandPlace place = queries;
+    place.low += kOrientation + (at(s.weights[of]) - at(s.queries)) / 16u;
+    return place;
+  }
 
   /// Offset of this lane's ldmatrix of the warp's 16 rows in a swizzled chunk of 128 bytes a row. XOR it with
   /// the byte offset of further columns of the chunk, a multiple of 32.
@@ -55,15 +64,13 @@ struct Products {
     return tile + static_cast<unsigned>(pair / kChunkPairs) * kTileChunkBytes + (lane_at ^ step);
   }
 
-  /// Waits for a KV tile and computes its scores. Applies the scales of mixed rows.
-  __device__ __forceinline__ void multiply_keys(const StagePlace<K>& place, Scores<K>& scores,
-                                                TokenScales& scales) const {
+  /// Waits for a KV tile and computes its scores, times the scales of mixed rows; `query` is queries().
+  __device__ __forceinline__ void multiply_keys(const StagePlace<K>& place, const latent::OperandPlace& query,
+                                                Scores<K>& scores, TokenScales& scales) const {
     barrier_wait(at(&s.full[place.stage]), place.parity);
     const unsigned from = tile(place);
     const unsigned lane_at = lane_in_chunk();
-    const latent::OperandPlace query = queries();
     const TileScales<K> tile_scales{from};
-    if constexpr (K::kIsMixed) scales = tile_scales.load();
     constexpr int kPairs = (kLatentColumns + (K::kIsMixed ? 0 : kRopeColumns)) / kPairColumns;
     constexpr int kLoads = K::kStageLoads;
     // loads that cover the columns of one scale
@@ -76,11 +83,18 @@ struct Products {
     Fragment raw[2][kLoads];
     Fragment keys[2][2 * kLoads];
     constexpr bool kHasSumsApart = TileScales<K>::kHasSumsApart;
+    constexpr int kStages = kPairs / kLoads;
     typename TileScales<K>::Parts parts;
+    float factors[2];  // found before products that they wait for, not after
     load(raw[0], 0);
+    if constexpr (K::kIsMixed) {
+      if constexpr (!kHasSumsApart) tile_scales.find_factors(0, factors);
+      multiply_rope(from + K::kRopeAt, lane_at, query, scores);
+    }
 #pragma unroll
-    for (int stage = 0; stage < kPairs / kLoads; ++stage) {
-      if (stage + 1 < kPairs / kLoads) load(raw[(stage + 1) % 2], stage + 1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (stage + 1 < kStages) load(raw[(stage + 1) % 2], stage + 1);
+      if (K::kIsMixed && stage + 1 == kStages) scales = tile_scales.load();
       Fragment(&k)[2 * kLoads] = keys[stage % 2];
 #pragma unroll
       for (int l = 0; l < kLoads; ++l) {
@@ -92,61 +106,52 @@ struct Products {
       }
       const int scale = stage * kLoads / kScaleLoads;
       const bool begins = stage * kLoads % kScaleLoads == 0;
-      if (K::kIsMixed && !kHasSumsApart && stage > 0 && begins)
-        tile_scales.rescale(scale - 1, scales, scores);
+      const bool ends = (stage + 1) * kLoads % kScaleLoads == 0;
+      if constexpr (K::kIsMixed && !kHasSumsApart) {
+        if (begins) tile_scales.rescale(factors, scores);
+        if (ends) tile_scales.find_factors(scale + 1, factors);
+      }
       Scores<K>& to = kHasSumsApart ? parts[scale] : scores;
       products_fence();
 #pragma unroll
       for (int i = 0; i < 2 * kLoads; ++i)
         product<f16, K::kRows, false>(to, k[i], query_operand(query, stage * 2 * kLoads + i),
-                                      i > 0 || !(kHasSumsApart ? begins : stage == 0));
+                                      i > 0 || !(kHasSumsApart ? begins : !K::kIsMixed && stage == 0));
       products_commit();
       products_wait<1>();
     }
-    if constexpr (K::kIsMixed) {
-      if constexpr (kHasSumsApart) {
-        tile_scales.add(parts, scales, scores);
-      } else {
-        tile_scales.rescale(TileScales<K>::kScales - 1, scales, scores);
-      }
-      multiply_rope(from + K::kRopeAt, lane_at, query, scales, scores);
-    }
-    latent::finish(scores);
-    if constexpr (K::kIsMixed) {
-#pragma unroll
-      for (int i = 0; i < K::kRows / 2; ++i) scores[i] *= scales.scale(i / 2 % 2);
+    if constexpr (!K::kIsMixed || kHasSumsApart) latent::finish(scores);
+    if constexpr (kHasSumsApart) {
+      tile_scales.add(parts, scores);
+    } else if constexpr (K::kIsMixed) {
+      tile_scales.rescale(factors, scores);
     }
   }
 
-  /// Adds the products of the rope columns of bf16 to the scores.
+  /// Issues scores = the products of the rope columns of bf16.
   __device__ __forceinline__ void multiply_rope(unsigned from, unsigned lane_at,
-                                                const latent::OperandPlace& query, const TokenScales& scales,
-                                                Scores<K>& scores) const {
-    const __nv_bfloat162 inverse[2] = {__float2bfloat162_rn(scales.inverse(0)),
-                                       __float2bfloat162_rn(scales.inverse(1))};
-    Fragment keys[2];
+                                                const latent::OperandPlace& query, Scores<K>& scores) const {
+    Fragment rope[kSteps];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      Fragment& k = keys[step % 2];
-      load_matrices(k, from + (lane_at ^ static_cast<unsigned>(step) * 32u));
+    for (int step = 0; step < kSteps; ++step)
+      load_matrices(rope[step], from + (lane_at ^ static_cast<unsigned>(step) * 32u));
+    products_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) k[i] = multiply_pair(k[i], inverse[i % 2]);
-      products_fence();
-      product<bf16, K::kRows, false>(scores, k, query_operand(query, latent::kValueChunks * kSteps + step),
-                                     1);
-      products_commit();
-      products_wait<1>();
-    }
+    for (int step = 0; step < kSteps; ++step)
+      product<bf16, K::kRows, false>(scores, rope[step],
+                                     query_operand(query, latent::kValueChunks * kSteps + step), step > 0);
+    products_commit();
   }
 
   /// Multiplies the values of load `i` by the scale ratios of their tokens, of group `of`'s tile.
   __device__ __forceinline__ void scale_values(int of, int i, Fragment& first, Fragment& second) const {
     constexpr int kStepLoads = kValueBlocks / 2;
-    const auto& ratios = s.ratios[of][group * kStepLoads + i % kStepLoads];
+    const int token = i / kStepLoads * kProductDepth + lane() % 4 * 2;  // and 1, 8, 9 further
+    const uint2 four = *reinterpret_cast<const uint2*>(
+        &s.ratios[of][group * kStepLoads + i % kStepLoads][ratio_place(token)]);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const unsigned two = *reinterpret_cast<const unsigned*>(
-          &ratios[i / kStepLoads * kProductDepth + k * 8 + lane() % 4 * 2]);
+      const unsigned two = k == 0 ? four.x : four.y;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         first[k * 2 + h] = multiply_pair(first[k * 2 + h], reinterpret_cast<const __half2&>(two));
@@ -155,16 +160,16 @@ struct Products {
     }
   }
 
-  /// Issues sums += values weights for a tile of group `of`. Returns with products in flight, after releasing
-  /// the tile.
-  __device__ __forceinline__ void add_values(const StagePlace<K>& place, int of, Sums<K>& sums) const {
+  /// Issues sums += values weights for a tile of group `of`; `queries` is queries(). Returns with products in
+  /// flight, after releasing the tile.
+  __device__ __forceinline__ void add_values(const StagePlace<K>& place, const latent::OperandPlace& queries,
+                                             int of, Sums<K>& sums) const {
     // completed long ago, but this group may not have seen it
     barrier_wait(at(&s.full[place.stage]), place.parity);
     const unsigned from =
         tile(place) + static_cast<unsigned>(group) * (kGroupColumns / kTileChunkColumns) * kTileChunkBytes +
         swizzled(static_cast<unsigned>(lane() % 16), static_cast<unsigned>(warp() * 2 + lane() / 16));
-    const auto weights =
-        latent::OperandPlace::once_a_warp(columns_operand(at(s.weights[of]), latent::kChunkBytes));
+    const latent::OperandPlace weights = this->weights(queries, of);
     constexpr int kLoads = K::kStageLoads;
     constexpr int kStepLoads = kValueBlocks / 2;  // loads for 16 tokens: one a chunk
     static_assert(kWarpGroup / kWarp * kPairColumns == kTileChunkColumns);

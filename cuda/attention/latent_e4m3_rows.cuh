@@ -91,7 +91,8 @@ struct QueryRows {
     if (first == 0) {
       const float inverse = __uint_as_float(static_cast<unsigned>(254 - up) << 23);
       const float factor = p.soft_cap > 0.0f ? 1.0f / p.soft_cap : kLog2E;
-      s.row[r] = {p.scale * kv_scale * factor * inverse, 0.0f};
+      s.cap_factor[r] = p.scale * kv_scale * factor * inverse;
+      s.row[r] = {p.soft_cap > 0.0f ? 1.0f : s.cap_factor[r], 0.0f};
       s.is_unset[r] = true;
       if (r == 0) s.are_unset = true;
     }

@@ -19,7 +19,6 @@ struct TokenScales {
   int exponent[2];   // biased
   __half2 ratio[4];  // for 128 columns each; both tokens in one word
 
-  __device__ float scale(int h) const { return __uint_as_float(static_cast<unsigned>(exponent[h]) << 23); }
   __device__ float inverse(int h) const {
     return __uint_as_float(static_cast<unsigned>(254 - exponent[h]) << 23);
   }
@@ -40,8 +39,8 @@ struct TokenScales {
 /// The scales of a KV tile in shared memory, for this thread's two tokens h.
 ///
 /// They multiply scores in f32: rounding an f16 factor of the keys would err in the same direction in 128
-/// columns. If registers suffice, each scale's columns have score sums of their own. Otherwise one sum is
-/// rescaled from scale to scale, which waits for its products each time.
+/// columns. If registers suffice, each scale's columns have score sums of their own. Otherwise one sum, which
+/// begins with the rope columns, is rescaled from scale to scale, which waits for its products each time.
 template <class K>
 struct TileScales {
   static constexpr int kScales = K::kScaleBytes / 4;  // scales of a row
@@ -75,27 +74,29 @@ struct TileScales {
     return scales;
   }
 
-  /// Rescales scores from scale `k` to the next one, after the last one to the token's scale.
-  __device__ __forceinline__ void rescale(int k, const TokenScales& token, Scores& scores) const {
-    latent::finish(scores);
-    float factors[2];
+  /// Finds the factors of rescale() before the columns of scale `k`. There is no scale before the first one,
+  /// nor after the last one (k = kScales).
+  __device__ __forceinline__ void find_factors(int k, float (&factors)[2]) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      factors[h] = of(h, k) * (k + 1 < kScales ? __frcp_rn(of(h, k + 1)) : token.inverse(h));
+    for (int h = 0; h < 2; ++h) {
+      const float before = k > 0 ? of(h, k - 1) : 1.0f;
+      factors[h] = k < kScales ? __fdividef(before, of(h, k)) : before;
+    }
+  }
+  /// Waits for the products of scores and multiplies them.
+  __device__ __forceinline__ void rescale(const float (&factors)[2], Scores& scores) const {
+    latent::finish(scores);
 #pragma unroll
     for (int i = 0; i < K::kRows / 2; ++i) scores[i] *= factors[i / 2 % 2];
   }
-  /// scores = the sum over all scales' columns, relative to the token's scale.
-  __device__ __forceinline__ void add(Parts& parts, const TokenScales& token, Scores& scores) const {
+  /// Waits for the sums over all scales' columns and adds them to scores.
+  __device__ __forceinline__ void add(Parts& parts, Scores& scores) const {
 #pragma unroll
     for (int k = 0; k < kScales; ++k) {
       latent::finish(parts[k]);
-      const float factors[2] = {of(0, k) * token.inverse(0), of(1, k) * token.inverse(1)};
+      const float factors[2] = {of(0, k), of(1, k)};
 #pragma unroll
-      for (int i = 0; i < K::kRows / 2; ++i) {
-        const float x = parts[k][i] * factors[i / 2 % 2];
-        scores[i] = k == 0 ? x : scores[i] + x;
-      }
+      for (int i = 0; i < K::kRows / 2; ++i) scores[i] = fmaf(parts[k][i], factors[i / 2 % 2], scores[i]);
     }
   }
 };

@@ -60,7 +60,7 @@ struct Softmax {
 #pragma unroll
     for (int j = 0; j < K::kRows / 8; ++j) {
       const float4 two = *reinterpret_cast<const float4*>(&s.row[8 * j + first_row()]);
-      const float factor[2] = {is_capped ? 1.0f : two.x, is_capped ? 1.0f : two.z};
+      const float factor[2] = {two.x, two.z};
       const float pivot[2] = {two.y, two.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -78,11 +78,11 @@ struct Softmax {
     const float top = p.soft_cap * kLog2E;
 #pragma unroll
     for (int j = 0; j < K::kRows / 8; ++j) {
-      const float4 two = *reinterpret_cast<const float4*>(&s.row[8 * j + first_row()]);
+      const float2 two = *reinterpret_cast<const float2*>(&s.cap_factor[8 * j + first_row()]);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         float& x = scores[4 * j + k];
-        x = top * fast_tanh(x * (k % 2 == 0 ? two.x : two.z));
+        x = top * fast_tanh(x * (k % 2 == 0 ? two.x : two.y));
       }
     }
   }
@@ -105,8 +105,8 @@ struct Softmax {
   }
 
   /// Raises the pivots of rows whose exponents exceed kMaxExponent, and sets the pivots of rows that see
-  /// their first tokens. Adapts the exponents.
-  __device__ __forceinline__ void raise(Scores<K>& exponents) const {
+  /// their first tokens. Adapts the exponents. Returns whether any row still has no pivot.
+  __device__ __forceinline__ bool raise(Scores<K>& exponents) const {
 #pragma unroll
     for (int j = 0; j < K::kRows / 8; ++j) {
       float top[2];
@@ -141,6 +141,7 @@ struct Softmax {
 #pragma unroll
       for (int k = 0; k < 4; ++k) exponents[4 * j + k] -= k % 2 == 0 ? by.x : by.y;
     }
+    return is_left;
   }
 
   /// Rescale factors of query rows `row` and row + 1, after group `of`'s tile raised their pivots. A row's
@@ -195,8 +196,9 @@ struct Softmax {
       const int columns = lane() % 4;
       const __half2 ratio = columns < 2 ? (columns == 0 ? scales.ratio[0] : scales.ratio[1])
                                         : (columns == 2 ? scales.ratio[2] : scales.ratio[3]);
-      s.ratios[group][columns][warp() * 16 + lane() / 4] = __half_as_ushort(__low2half(ratio));
-      s.ratios[group][columns][warp() * 16 + lane() / 4 + 8] = __half_as_ushort(__high2half(ratio));
+      const int token = warp() * 16 + lane() / 4;
+      s.ratios[group][columns][ratio_place(token)] = __half_as_ushort(__low2half(ratio));
+      s.ratios[group][columns][ratio_place(token + 8)] = __half_as_ushort(__high2half(ratio));
     }
     fence_before_copy();
   }
