@@ -59,9 +59,9 @@ __device__ __forceinline__ constexpr unsigned swizzled_half(unsigned row, unsign
 
 /// Place of token `token` of a KV tile among Shared::ratios: a lane finds those of the four tokens of its
 /// part of a product's operand side by side.
-__device__ __forceinline__ constexpr int ratio_place(int token) {
-  const int step = token / kProductDepth;
-  return token % 8 / 2 * (kLatentTileTokens / 4) + step * 4 + token % kProductDepth / 8 * 2 + token % 2;
+__device__ __forceinline__ constexpr unsigned ratio_place(unsigned token) {
+  const unsigned step = token / kProductDepth;
+  return token % 8u / 2u * (kLatentTileTokens / 4) + step * 4u + token % kProductDepth / 8u * 2u + token % 2u;
 }
 
 /// The schedule and, until the first weights are written, the spans of the query tiles.

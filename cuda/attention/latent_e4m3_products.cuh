@@ -37,13 +37,15 @@ struct Products {
   __device__ __forceinline__ latent::OperandPlace queries() const {
     return latent::OperandPlace::once_a_warp(rows_operand(at(s.queries)));
   }
-  /// Operand of the weights of group `of`'s tile. It is computed from queries(), as once_a_warp() waits
-  /// longer.
-  __device__ __forceinline__ latent::OperandPlace weights(const latent::OperandPlace& queries, int of) const {
-    constexpr unsigned kOrientation = static_cast<unsigned>(columns_operand(0, latent::kChunkBytes)) -
-                                      static_cast<unsigned>(rows_operand(0));
+  /// Operand of the weights of group `of`'s tile, which follow the queries in shared memory. It is computed
+  /// from that of the queries: once_a_warp() waits longer, and without either each product waits for its
+  /// operand.
+  static __device__ __forceinline__ latent::OperandPlace weights(const latent::OperandPlace& queries,
+                                                                 int of) {
+    constexpr auto kFirst = static_cast<unsigned>(columns_operand(K::kQueryBytes, latent::kChunkBytes)) -
+                            static_cast<unsigned>(rows_operand(0));
     latent::OperandPlace place = queries;
-    place.low += kOrientation + (at(s.weights[of]) - at(s.queries)) / 16u;
+    place.low += kFirst + static_cast<unsigned>(of) * (latent::kChunkBytes / 16u);
     return place;
   }
 
@@ -146,7 +148,8 @@ struct Products {
   /// Multiplies the values of load `i` by the scale ratios of their tokens, of group `of`'s tile.
   __device__ __forceinline__ void scale_values(int of, int i, Fragment& first, Fragment& second) const {
     constexpr int kStepLoads = kValueBlocks / 2;
-    const int token = i / kStepLoads * kProductDepth + lane() % 4 * 2;  // and 1, 8, 9 further
+    const auto token =
+        static_cast<unsigned>(i / kStepLoads * kProductDepth + lane() % 4 * 2);  // and 1, 8, 9 on
     const uint2 four = *reinterpret_cast<const uint2*>(
         &s.ratios[of][group * kStepLoads + i % kStepLoads][ratio_place(token)]);
 #pragma unroll
@@ -169,7 +172,7 @@ struct Products {
     const unsigned from =
         tile(place) + static_cast<unsigned>(group) * (kGroupColumns / kTileChunkColumns) * kTileChunkBytes +
         swizzled(static_cast<unsigned>(lane() % 16), static_cast<unsigned>(warp() * 2 + lane() / 16));
-    const latent::OperandPlace weights = this->weights(queries, of);
+    const latent::OperandPlace weights = Products::weights(queries, of);
     constexpr int kLoads = K::kStageLoads;
     constexpr int kStepLoads = kValueBlocks / 2;  // loads for 16 tokens: one a chunk
     static_assert(kWarpGroup / kWarp * kPairColumns == kTileChunkColumns);

@@ -60,6 +60,12 @@ struct TileScales {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at(h) + static_cast<unsigned>(k) * 4u) : "memory");
     return fmaxf(x, TokenScales::kMinScale);
   }
+  /// 1 / scale to an ulp, as one instruction.
+  static __device__ __forceinline__ float fast_inverse(float scale) {
+    float x;
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(scale));
+    return x;
+  }
   __device__ __forceinline__ TokenScales load() const {
     TokenScales scales;
 #pragma unroll
@@ -80,7 +86,7 @@ struct TileScales {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float before = k > 0 ? of(h, k - 1) : 1.0f;
-      factors[h] = k < kScales ? __fdividef(before, of(h, k)) : before;
+      factors[h] = k < kScales ? before * fast_inverse(of(h, k)) : before;
     }
   }
   /// Waits for the products of scores and multiplies them.

@@ -196,9 +196,9 @@ struct Softmax {
       const int columns = lane() % 4;
       const __half2 ratio = columns < 2 ? (columns == 0 ? scales.ratio[0] : scales.ratio[1])
                                         : (columns == 2 ? scales.ratio[2] : scales.ratio[3]);
-      const int token = warp() * 16 + lane() / 4;
+      const auto token = static_cast<unsigned>(warp() * 16 + lane() / 4);
       s.ratios[group][columns][ratio_place(token)] = __half_as_ushort(__low2half(ratio));
-      s.ratios[group][columns][ratio_place(token + 8)] = __half_as_ushort(__high2half(ratio));
+      s.ratios[group][columns][ratio_place(token + 8u)] = __half_as_ushort(__high2half(ratio));
     }
     fence_before_copy();
   }
