@@ -66,9 +66,10 @@ struct Products {
     return tile + static_cast<unsigned>(pair / kChunkPairs) * kTileChunkBytes + (lane_at ^ step);
   }
 
-  /// Waits for a KV tile and computes its scores, times the scales of mixed rows; `query` is queries().
-  __device__ __forceinline__ void multiply_keys(const StagePlace<K>& place, const latent::OperandPlace& query,
-                                                Scores<K>& scores, TokenScales& scales) const {
+  /// Waits for a KV tile and computes its scores, times the scales of mixed rows; `queries` is queries().
+  __device__ __forceinline__ void multiply_keys(const StagePlace<K>& place,
+                                                const latent::OperandPlace& queries, Scores<K>& scores,
+                                                TokenScales& scales) const {
     barrier_wait(at(&s.full[place.stage]), place.parity);
     const unsigned from = tile(place);
     const unsigned lane_at = lane_in_chunk();
@@ -91,7 +92,7 @@ struct Products {
     load(raw[0], 0);
     if constexpr (K::kIsMixed) {
       if constexpr (!kHasSumsApart) tile_scales.find_factors(0, factors);
-      multiply_rope(from + K::kRopeAt, lane_at, query, scores);
+      multiply_rope(from + K::kRopeAt, lane_at, queries, scores);
     }
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
@@ -117,7 +118,7 @@ struct Products {
       products_fence();
 #pragma unroll
       for (int i = 0; i < 2 * kLoads; ++i)
-        product<f16, K::kRows, false>(to, k[i], query_operand(query, stage * 2 * kLoads + i),
+        product<f16, K::kRows, false>(to, k[i], query_operand(queries, stage * 2 * kLoads + i),
                                       i > 0 || !(kHasSumsApart ? begins : !K::kIsMixed && stage == 0));
       products_commit();
       products_wait<1>();
@@ -132,7 +133,8 @@ struct Products {
 
   /// Issues scores = the products of the rope columns of bf16.
   __device__ __forceinline__ void multiply_rope(unsigned from, unsigned lane_at,
-                                                const latent::OperandPlace& query, Scores<K>& scores) const {
+                                                const latent::OperandPlace& queries,
+                                                Scores<K>& scores) const {
     Fragment rope[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -141,7 +143,7 @@ struct Products {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       product<bf16, K::kRows, false>(scores, rope[step],
-                                     query_operand(query, latent::kValueChunks * kSteps + step), step > 0);
+                                     query_operand(queries, latent::kValueChunks * kSteps + step), step > 0);
     products_commit();
   }
 
