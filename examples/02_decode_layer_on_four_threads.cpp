@@ -76,7 +76,8 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
                                   .rope = {.inverse_frequency = model.frequency.data(), .rotary_dim = 32}};
 
   // All memory is allocated once, before the first step.
-  helix::ShardedKVCache<Backend> cache(backend, topo, {.dtype = helix::DType::f32, .layers = 1, .pages = 16});
+  helix::ShardedKVCache<Backend> cache(backend, topo,
+                                       {.dtype = helix::DType::f32, .num_layers = 1, .num_pages = 16});
   const helix::RankShape shape = topo.rank_shape(rank);
   helix::HopB<Backend> hop_b(backend, /*max_slices=*/4);
   helix::KvpAllToAll<Backend> exchange(backend,

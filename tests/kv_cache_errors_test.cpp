@@ -19,7 +19,7 @@ using helix::test::ResidentMemory;
 
 TEST_CASE("writing into a page that another sequence shares is refused") {
   Stage stage({.kvp = 2, .kv_heads = 1},
-              {.dtype = DType::f32, .layers = 1, .page_tokens = 4, .pages = 10, .chunk = 4});
+              {.dtype = DType::f32, .num_layers = 1, .page_tokens = 4, .num_pages = 10, .chunk = 4});
   Cache& cache = stage.cache(1);
   Stream& stream = stage.stream(1);
   const SequenceId parent = cache.add();
@@ -43,7 +43,7 @@ TEST_CASE("tokens that are appended before there is room for them are refused, a
   const DType format = GENERATE(DType::f32, DType::fp8_ds_mla);
   const bool is_mla = format == DType::fp8_ds_mla;
   Stage stage({.is_mla = is_mla, .head_dim = is_mla ? 10 : 8},
-              {.dtype = format, .layers = 2, .page_tokens = 4, .pages = 2, .max_sequences = 2});
+              {.dtype = format, .num_layers = 2, .page_tokens = 4, .num_pages = 2, .max_sequences = 2});
   Cache& cache = stage.cache(0);
   const SequenceId full = cache.add();
   const SequenceId empty = cache.add();
@@ -81,7 +81,7 @@ TEST_CASE("tokens of a sequence that has lost its pages are refused, and harm no
   const bool releases = GENERATE(false, true);
   CAPTURE(releases);
   Stage stage({.head_dim = 8},
-              {.dtype = DType::f32, .layers = 1, .page_tokens = 4, .pages = 2, .max_sequences = 3});
+              {.dtype = DType::f32, .num_layers = 1, .page_tokens = 4, .num_pages = 2, .max_sequences = 3});
   Cache& cache = stage.cache(0);
   const SequenceId first = cache.add();
   const SequenceId second = cache.add();
@@ -121,7 +121,7 @@ TEST_CASE("tokens of a sequence that has lost its pages are refused, and harm no
 }
 
 TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
-  const KvCacheSpec spec{.dtype = DType::f32, .layers = 1, .pages = 4, .max_sequences = 2};
+  const KvCacheSpec spec{.dtype = DType::f32, .num_layers = 1, .num_pages = 4, .max_sequences = 2};
   Stage stage({.kv_heads = 1}, spec);
   Cache& cache = stage.cache(0);
   Stream& stream = stage.stream(0);
@@ -175,7 +175,7 @@ TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
 
 /// A cache with two sequences, one of 6 tokens and one empty.
 struct TwoSequences {
-  Stage stage{{.kv_heads = 2}, {.dtype = DType::f32, .layers = 2, .page_tokens = 4, .pages = 4}};
+  Stage stage{{.kv_heads = 2}, {.dtype = DType::f32, .num_layers = 2, .page_tokens = 4, .num_pages = 4}};
   Cache& cache = stage.cache(0);
   Stream& stream = stage.stream(0);
   SequenceId a = cache.add();
@@ -284,8 +284,8 @@ TEST_CASE_METHOD(TwoSequences, "reads and questions whose arguments contradict e
 TEST_CASE("bad cache sizes fail at construction") {
   KvCacheSpec good;
   good.dtype = DType::fp8_e4m3;
-  good.layers = 2;
-  good.pages = 4;
+  good.num_layers = 2;
+  good.num_pages = 4;
   const auto check = [&](std::initializer_list<helix::test::Mistake<KvCacheSpec>> mistakes,
                          const StageSpec& stage_spec) {
     helix::test::check_mistakes(
@@ -294,15 +294,15 @@ TEST_CASE("bad cache sizes fail at construction") {
   constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
   check(
       {
-          {"layers is 0", [](KvCacheSpec& s) { s.layers = 0; }},
-          {"pages is 0", [](KvCacheSpec& s) { s.pages = 0; }},
+          {"num_layers is 0", [](KvCacheSpec& s) { s.num_layers = 0; }},
+          {"num_pages is 0", [](KvCacheSpec& s) { s.num_pages = 0; }},
           {"page_tokens is 0", [](KvCacheSpec& s) { s.page_tokens = 0; }},
           {"chunk is 0", [](KvCacheSpec& s) { s.chunk = 0; }},
           {"max_sequences is 2147483647; it must be in [1, 1048576]",
            [](KvCacheSpec& s) { s.max_sequences = std::numeric_limits<std::int32_t>::max(); }},
           {"max_sequences is -1", [](KvCacheSpec& s) { s.max_sequences = -1; }},
           {"max_tokens is -1", [](KvCacheSpec& s) { s.max_tokens = -1; }},
-          {"pages is 9223372036854775807", [](KvCacheSpec& s) { s.pages = kHuge; }},
+          {"num_pages is 9223372036854775807", [](KvCacheSpec& s) { s.num_pages = kHuge; }},
           {"dtype is 99, which names no DType", [](KvCacheSpec& s) { s.dtype = static_cast<DType>(99); }},
           {"2 k_scales; give 1, one for each of the 3 KV heads, or 2 * 3",
            [](KvCacheSpec& s) { s.k_scales.assign(2, 1.0f); }},
@@ -335,8 +335,9 @@ TEST_CASE("bad cache sizes fail at construction") {
 
 TEST_CASE("pages that no memory holds are refused before their books are made") {
   const std::int64_t before = ResidentMemory::now().all();
-  const auto failure = failure_of(
-      [] { Stage({.kv_heads = 1}, {.layers = std::numeric_limits<int>::max(), .pages = helix::kMaxPages}); });
+  const auto failure = failure_of([] {
+    Stage({.kv_heads = 1}, {.num_layers = std::numeric_limits<int>::max(), .num_pages = helix::kMaxPages});
+  });
   REQUIRE(failure);
   CHECK(failure->code == ErrorCode::capacity);
   CHECK(failure->says("exceeds the address space"));

@@ -29,7 +29,7 @@ class RandomLedgers {
     kvp_ = 1 + below(8);
     spec_.layout = KvLayout(kvp_, 1 + below(20));
     spec_.page_tokens = 1 + below(20);
-    spec_.pages = 20 + below(40);
+    spec_.num_pages = 20 + below(40);
     spec_.max_sequences = 8;
     for (std::int64_t rank = 0; rank < kvp_; ++rank) ledgers_.emplace_back(spec_, rank);
   }
@@ -38,7 +38,7 @@ class RandomLedgers {
 
   void step() {
     const std::int64_t action = below(10);
-    const std::int64_t pool_tokens = spec_.pages * spec_.page_tokens * kvp_;
+    const std::int64_t pool_tokens = spec_.num_pages * spec_.page_tokens * kvp_;
     Live* const one = live_.empty()
                           ? nullptr
                           : &live_[static_cast<std::size_t>(below(static_cast<std::int64_t>(live_.size())))];
@@ -88,7 +88,7 @@ class RandomLedgers {
                 (local + spec_.page_tokens - 1) / spec_.page_tokens);
         const std::set<std::int32_t> distinct(pages.begin(), pages.end());
         REQUIRE(distinct.size() == pages.size());
-        for (const std::int32_t page : pages) REQUIRE((page >= 0 && page < spec_.pages));
+        for (const std::int32_t page : pages) REQUIRE((page >= 0 && page < spec_.num_pages));
         used.insert(distinct.begin(), distinct.end());
       }
       REQUIRE(static_cast<std::int64_t>(used.size()) == ledgers_.front().pages_used(rank));
@@ -100,7 +100,7 @@ class RandomLedgers {
   void finish() {
     for (const Live& sequence : live_) on_all([&](PageLedger& l) { l.release(sequence.id); });
     for (const PageLedger& ledger : ledgers_) {
-      for (std::int64_t rank = 0; rank < kvp_; ++rank) CHECK(ledger.pages_free(rank) == spec_.pages);
+      for (std::int64_t rank = 0; rank < kvp_; ++rank) CHECK(ledger.pages_free(rank) == spec_.num_pages);
     }
   }
 
@@ -140,7 +140,7 @@ TEST_CASE("ledgers of all ranks agree under random operations, and no page has t
   for (std::uint32_t seed = 1; seed <= 24 * helix::test::num_rounds(); ++seed) {
     RandomLedgers ledgers(seed);
     const PageLedgerSpec& spec = ledgers.spec();
-    CAPTURE(seed, spec.layout.kvp(), spec.layout.chunk(), spec.page_tokens, spec.pages);
+    CAPTURE(seed, spec.layout.kvp(), spec.layout.chunk(), spec.page_tokens, spec.num_pages);
     for (int step = 0; step < 400; ++step) {
       CAPTURE(step);
       ledgers.step();
@@ -154,10 +154,10 @@ TEST_CASE("exhaustion on one rank throws on all of them, with the numbers, and c
   // Chunk 4, KVP 2, pages of 4: 12 tokens take two pages on rank 0 and one on rank 1.
   KvCacheSpec spec;
   spec.dtype = DType::f32;
-  spec.layers = 1;
+  spec.num_layers = 1;
   spec.page_tokens = 4;
   spec.chunk = 4;
-  spec.pages = 3;
+  spec.num_pages = 3;
   spec.max_sequences = 3;
   spec.max_tokens = 100;
   Stage stage({.kvp = 2, .kv_heads = 1}, spec);
@@ -210,7 +210,7 @@ TEST_CASE("a reservation keeps its pages from others and shrinks as the sequence
   PageLedgerSpec spec;
   spec.layout = KvLayout(2, 2);
   spec.page_tokens = 2;
-  spec.pages = 5;
+  spec.num_pages = 5;
   PageLedger ledger(spec, 0);
   const SequenceId a = ledger.add(12);  // 6 local tokens per rank: 3 pages
   const SequenceId b = ledger.add();
@@ -236,7 +236,7 @@ TEST_CASE("a reservation keeps its pages from others and shrinks as the sequence
 }
 
 TEST_CASE("pages that one sequence of a step has reserved are not taken by another that grows beside it") {
-  PageLedger ledger({.layout = KvLayout(1, 1), .page_tokens = 1, .pages = 10, .max_sequences = 2}, 0);
+  PageLedger ledger({.layout = KvLayout(1, 1), .page_tokens = 1, .num_pages = 10, .max_sequences = 2}, 0);
   const SequenceId a = ledger.add(6);
   const SequenceId b = ledger.add();
   const std::vector<SequenceId> both{a, b};
@@ -251,7 +251,7 @@ TEST_CASE("the default max_tokens is what fits into the pages") {
   for (const auto& [kvp, chunk, page, pages] : {std::tuple{1, 1, 1, 1}, std::tuple{4, 16, 64, 3},
                                                 std::tuple{3, 7, 4, 5}, std::tuple{2, 100, 16, 3}}) {
     CAPTURE(kvp, chunk, page, pages);
-    PageLedger ledger({.layout = KvLayout(kvp, chunk), .page_tokens = page, .pages = pages}, 0);
+    PageLedger ledger({.layout = KvLayout(kvp, chunk), .page_tokens = page, .num_pages = pages}, 0);
     const std::int64_t most = ledger.spec().max_tokens;
     CHECK(ledger.max_pages() == pages);
     const SequenceId id = ledger.add(most);

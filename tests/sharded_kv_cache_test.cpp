@@ -33,12 +33,13 @@ struct Config {
 KvCacheSpec spec_of(const Config& config) {
   KvCacheSpec spec;
   spec.dtype = config.format;
-  spec.layers = 2;
+  spec.num_layers = 2;
   spec.page_tokens = config.page_tokens;
   spec.chunk = config.chunk;
   spec.max_sequences = 5;
   spec.max_tokens = 400;
-  spec.pages = PageLedger::pages_needed(KvLayout(config.stage.kvp, spec.chunk), spec.page_tokens, 400, 0) + 3;
+  spec.num_pages =
+      PageLedger::pages_needed(KvLayout(config.stage.kvp, spec.chunk), spec.page_tokens, 400, 0) + 3;
   spec.k_scales = config.scales.k;
   spec.v_scales = config.scales.v;
   return spec;
@@ -48,7 +49,7 @@ KvCacheSpec spec_of(const Config& config) {
 class RandomOperations {
  public:
   RandomOperations(const Config& config, std::uint32_t seed)
-      : random_(seed), pages_(spec_of(config).pages), stage_(config.stage, spec_of(config)) {}
+      : random_(seed), pages_(spec_of(config).num_pages), stage_(config.stage, spec_of(config)) {}
 
   void step(int number) {
     const std::int64_t action = below(100);
@@ -227,10 +228,10 @@ TEST_CASE(
       CAPTURE(is_parent_cut, cut);
       KvCacheSpec spec;
       spec.dtype = DType::f32;
-      spec.layers = 2;
+      spec.num_layers = 2;
       spec.page_tokens = 4;
       spec.chunk = 2;
-      spec.pages = 40;
+      spec.num_pages = 40;
       Stage stage({.kvp = 2, .kv_heads = 2}, spec);
       Tracked parent{stage.add(), {}};
       REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream& stream) { cache.append(parent.id, 45, stream); }));
@@ -286,10 +287,10 @@ TEST_CASE("all ranks together hold one copy of the cache, within a page a sequen
     CAPTURE(grid.stage.kvp, grid.stage.tpa, grid.chunk);
     KvCacheSpec spec;
     spec.dtype = DType::bf16;
-    spec.layers = 3;
+    spec.num_layers = 3;
     spec.page_tokens = 16;
     spec.chunk = grid.chunk;
-    spec.pages = 100;
+    spec.num_pages = 100;
     Stage stage(grid.stage, spec);
     StageSpec one_rank = grid.stage;
     one_rank.kvp = one_rank.tpa = 1;
@@ -326,9 +327,9 @@ TEST_CASE("all ranks together hold one copy of the cache, within a page a sequen
 TEST_CASE("addresses of a layer never change, and layers do not overlap") {
   KvCacheSpec spec;
   spec.dtype = DType::fp8_e4m3;
-  spec.layers = 3;
+  spec.num_layers = 3;
   spec.page_tokens = 3;
-  spec.pages = 5;
+  spec.num_pages = 5;
   Stage stage({.kv_heads = 1, .head_dim = 5, .value_dim = 5}, spec);
   Cache& cache = stage.cache(0);
   const KvView first = cache.layer(0);
@@ -365,9 +366,9 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
   constexpr std::int64_t kPageTokens = 2;
   constexpr std::int64_t kSequences = 40;
   KvCacheSpec spec;
-  spec.layers = 1;
+  spec.num_layers = 1;
   spec.page_tokens = kPageTokens;
-  spec.pages = 400;
+  spec.num_pages = 400;
   spec.max_sequences = kSequences + 1;
   spec.max_tokens = kMaxPages * kPageTokens;
   CountingBackend backend;
@@ -392,7 +393,7 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
       const std::int32_t* const row = kv.page_table + id.slot * kMaxPages;
       REQUIRE(std::equal(pages.begin(), pages.end(), row));
       const bool is_clean = std::all_of(row + pages.size(), row + kMaxPages,
-                                        [&](std::int32_t page) { return page == spec.pages; });
+                                        [&](std::int32_t page) { return page == spec.num_pages; });
       REQUIRE((is_clean || backend.sizes.empty()));  // entries that were lost go with the next copy
     }
     return backend.sizes;
@@ -431,10 +432,10 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
 TEST_CASE("partial reads return the asked rows through any strides") {
   KvCacheSpec spec;
   spec.dtype = DType::f32;
-  spec.layers = 1;
+  spec.num_layers = 1;
   spec.page_tokens = 3;
   spec.chunk = 2;
-  spec.pages = 20;
+  spec.num_pages = 20;
   Stage stage({.kvp = 2, .kv_heads = 2}, spec);
   const SequenceId id = stage.add();
   std::vector<std::int64_t> tokens;
@@ -476,10 +477,10 @@ TEST_CASE("tokens appended in decode steps and tokens written at once give the s
       CAPTURE(std::string(helix::to_string(format)), is_mla);
       KvCacheSpec spec;
       spec.dtype = format;
-      spec.layers = 2;
+      spec.num_layers = 2;
       spec.page_tokens = 4;
       spec.chunk = 3;
-      spec.pages = 30;
+      spec.num_pages = 30;
       if (format == DType::fp8_e4m3) spec.k_scales = {0.3f};
       if (format == DType::fp8_e4m3 && !is_mla) spec.v_scales = {1.7f};
       const bool is_mixed = format == DType::fp8_ds_mla;

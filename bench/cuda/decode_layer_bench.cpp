@@ -224,10 +224,10 @@ class DecodeRank {
     std::vector<std::int64_t> lengths(static_cast<std::size_t>(plan_.batch), plan_.context + kSpareSteps);
     lengths[0] = plan_.context + kSpareSteps * kPageTokens * topo_->kvp();
     KvCacheSpec spec;
-    spec.layers = plan_.layers;
+    spec.num_layers = plan_.layers;
     spec.page_tokens = kPageTokens;
     spec.chunk = kChunk;
-    spec.pages = PageLedger::pages_needed(KvLayout(topo_->kvp(), kChunk), kPageTokens, lengths);
+    spec.num_pages = PageLedger::pages_needed(KvLayout(topo_->kvp(), kChunk), kPageTokens, lengths);
     spec.max_sequences = plan_.batch;
     spec.max_tokens = lengths[0];
     return spec;

@@ -19,16 +19,16 @@ namespace helix {
 /// them: if page_tokens or chunk differ on one rank, tokens are stored twice or nowhere.
 struct KvCacheSpec {
   DType dtype = DType::bf16;      ///< Element type of keys, values and latents as stored.
-  std::int64_t layers = 0;        ///< Layers of this stage.
+  std::int64_t num_layers = 0;    ///< Layers of this stage.
   std::int64_t page_tokens = 64;  ///< Local tokens a page
-  std::int64_t pages = 0;   ///< Pages of each rank; a page holds every layer. See PageLedger::pages_needed
-  std::int64_t chunk = 16;  ///< Chunk C of KvLayout, in tokens
+  std::int64_t num_pages = 0;  ///< Pages of each rank; a page holds every layer. See PageLedger::pages_needed
+  std::int64_t chunk = 16;     ///< Chunk C of KvLayout, in tokens
   std::int64_t max_sequences = 64;
   /// Most global tokens of a sequence; 0: as many as fit into the pages. The page table has room for the
   /// pages of max_sequences such sequences, on the device and on the host.
   std::int64_t max_tokens = 0;
   /// Scales of keys, fp8_e4m3 only (stored * scale = value): empty (all 1), one value, [Hkv of the whole
-  /// model] or [layers, Hkv]. With MLA they scale the whole latent row.
+  /// model] or [num_layers, Hkv]. With MLA they scale the whole latent row.
   std::vector<float> k_scales{};
   std::vector<float> v_scales{};  ///< Scales of values, in the forms of k_scales; MLA: empty.
   std::uint32_t tag = 0;          ///< Makes the ids of caches of equal sizes differ; equal on all ranks
@@ -42,10 +42,10 @@ inline void check_scales(std::string_view name, const std::vector<float>& scales
   HELIX_EXPECTS(spec.dtype == DType::fp8_e4m3, ErrorCode::invalid_argument, "the KV cache has ", name,
                 " but its dtype is ", to_string(spec.dtype), "; only fp8_e4m3 is scaled");
   const auto count = static_cast<std::int64_t>(scales.size());
-  HELIX_EXPECTS(count == 1 || count == shape.num_kv_heads || count == spec.layers * shape.num_kv_heads,
+  HELIX_EXPECTS(count == 1 || count == shape.num_kv_heads || count == spec.num_layers * shape.num_kv_heads,
                 ErrorCode::invalid_argument, "the KV cache has ", count, " ", name,
-                "; give 1, one for each of the ", shape.num_kv_heads, " KV heads, or ", spec.layers, " * ",
-                shape.num_kv_heads, " for each layer");
+                "; give 1, one for each of the ", shape.num_kv_heads, " KV heads, or ", spec.num_layers,
+                " * ", shape.num_kv_heads, " for each layer");
   for (const float scale : scales) {
     HELIX_EXPECTS(scale > 0.0f && scale <= std::numeric_limits<float>::max(), ErrorCode::invalid_argument,
                   "the KV cache's ", name, " hold ", scale, "; scales are finite and above 0");
@@ -56,8 +56,8 @@ inline void check_scales(std::string_view name, const std::vector<float>& scales
 /// range.
 inline const KvCacheSpec& checked(const KvCacheSpec& spec, const Topology& topology) {
   const ModelShape& shape = topology.shape();
-  HELIX_EXPECTS(spec.layers >= 1 && spec.layers <= std::numeric_limits<int>::max(),
-                ErrorCode::invalid_argument, "the KV cache's layers is ", spec.layers,
+  HELIX_EXPECTS(spec.num_layers >= 1 && spec.num_layers <= std::numeric_limits<int>::max(),
+                ErrorCode::invalid_argument, "the KV cache's num_layers is ", spec.num_layers,
                 "; give the number of layers of this stage");
   HELIX_EXPECTS(size_bytes(spec.dtype) != 0, ErrorCode::invalid_argument, "the KV cache's dtype is ",
                 static_cast<int>(spec.dtype),
@@ -97,7 +97,7 @@ inline std::vector<float> expanded_scales(const std::vector<float>& scales, std:
 /// Returns count * bytes. @throws Error(capacity) if that exceeds the address space.
 inline std::size_t bytes_of(const KvCacheSpec& spec, std::size_t count, std::size_t bytes) {
   HELIX_EXPECTS(bytes == 0 || count <= std::numeric_limits<std::ptrdiff_t>::max() / bytes,
-                ErrorCode::capacity, "the KV cache of ", spec.pages, " pages in ", spec.layers,
+                ErrorCode::capacity, "the KV cache of ", spec.num_pages, " pages in ", spec.num_layers,
                 " layers exceeds the address space");
   return count * bytes;
 }

@@ -25,7 +25,7 @@ inline void count_down(std::vector<std::int32_t>& numbers) {
 
 /// The largest S whose shards all fit. Rank 0 never holds fewer tokens than another rank.
 inline std::int64_t tokens_that_fit(const PageLedgerSpec& spec) {
-  const std::int64_t local = spec.pages * spec.page_tokens;
+  const std::int64_t local = spec.num_pages * spec.page_tokens;
   const std::int64_t chunk = spec.layout.chunk();
   return local / chunk * spec.layout.period() + local % chunk;
 }
@@ -33,7 +33,7 @@ inline std::int64_t tokens_that_fit(const PageLedgerSpec& spec) {
 /// FNV-1a hash of the sizes. Not a secret: it only tells apart caches whose ids were mixed up.
 inline std::uint32_t fingerprint(const PageLedgerSpec& spec) {
   std::uint32_t hash = 2166136261u;
-  for (const std::int64_t value : {spec.layout.kvp(), spec.layout.chunk(), spec.page_tokens, spec.pages,
+  for (const std::int64_t value : {spec.layout.kvp(), spec.layout.chunk(), spec.page_tokens, spec.num_pages,
                                    spec.max_sequences, spec.max_tokens, std::int64_t{spec.tag}}) {
     for (int byte = 0; byte < 8; ++byte) {
       hash = (hash ^ static_cast<std::uint32_t>(value >> (8 * byte) & 0xff)) * 16777619u;
@@ -52,9 +52,10 @@ inline void check_sizes(const PageLedgerSpec& spec) {
   expect_range("kvp", spec.layout.kvp(), 1, kMaxRanks);
   expect_range("chunk", spec.layout.chunk(), 1, kMaxChunk);
   expect_range("page_tokens", spec.page_tokens, 1, kMaxPageTokens);
-  expect_range("pages", spec.pages, 1, kMaxPages);
+  expect_range("num_pages", spec.num_pages, 1, kMaxPages);
   expect_range("max_sequences", spec.max_sequences, 1, kMaxSequences);
-  expect_range("pages * page_tokens", spec.pages * spec.page_tokens, 1, kMaxTokens / spec.layout.kvp());
+  expect_range("num_pages * page_tokens", spec.num_pages * spec.page_tokens, 1,
+               kMaxTokens / spec.layout.kvp());
   expect_range("max_tokens", spec.max_tokens, 0, kMaxTokens);
 }
 
@@ -81,7 +82,7 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
     make_room();
   } catch (const std::bad_alloc&) {
     throw Error(ErrorCode::capacity, "no memory to keep books of ", spec_.max_sequences, " sequences and ",
-                spec_.pages, " pages a KVP rank; build the KV cache with fewer");
+                spec_.num_pages, " pages a KVP rank; build the KV cache with fewer");
   }
 }
 
@@ -92,9 +93,9 @@ inline void PageLedger::make_room() {
   detail::count_down(free_slots_);
   pools_.resize(kvp);
   for (Pool& pool : pools_) {
-    pool.free.resize(static_cast<std::size_t>(spec_.pages));
+    pool.free.resize(static_cast<std::size_t>(spec_.num_pages));
     detail::count_down(pool.free);
-    pool.use_count.assign(static_cast<std::size_t>(spec_.pages), 0);
+    pool.use_count.assign(static_cast<std::size_t>(spec_.num_pages), 0);
   }
   demands_.resize(kvp);
   changes_.copies.reserve(sequences_.size());
@@ -165,9 +166,9 @@ inline void PageLedger::check_free(std::string_view operation,
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
     const auto free = pages_free(static_cast<std::int64_t>(rank));
     HELIX_EXPECTS(demand_by_rank[rank] <= free, ErrorCode::capacity, operation, " needs ",
-                  demand_by_rank[rank], " more pages on kvp_rank ", rank, " but ", free, " of ", spec_.pages,
-                  " are free (", pages_used(static_cast<std::int64_t>(rank)), " hold tokens, ",
-                  pools_[rank].reserved,
+                  demand_by_rank[rank], " more pages on kvp_rank ", rank, " but ", free, " of ",
+                  spec_.num_pages, " are free (", pages_used(static_cast<std::int64_t>(rank)),
+                  " hold tokens, ", pools_[rank].reserved,
                   " are reserved); release or truncate sequences, or build the KV cache with more pages");
   }
 }
@@ -449,7 +450,7 @@ inline std::int64_t PageLedger::pages_free(std::int64_t kvp_rank) const {
 }
 
 inline std::int64_t PageLedger::pages_used(std::int64_t kvp_rank) const {
-  return spec_.pages - static_cast<std::int64_t>(pool_of("pages_used", kvp_rank).free.size());
+  return spec_.num_pages - static_cast<std::int64_t>(pool_of("pages_used", kvp_rank).free.size());
 }
 
 }  // namespace helix

@@ -27,7 +27,7 @@ struct SequenceId {
 struct PageLedgerSpec {
   KvLayout layout{1, 1};
   std::int64_t page_tokens = 64;  ///< Local tokens a page
-  std::int64_t pages = 0;         ///< Pages of each KVP rank.
+  std::int64_t num_pages = 0;     ///< Pages of each KVP rank.
   std::int64_t max_sequences = 64;
   std::int64_t max_tokens = 0;  ///< Global tokens a sequence may reach; 0: as many as fit into the pages
   std::uint32_t tag = 0;        ///< Mixed into SequenceId::cache

@@ -53,12 +53,14 @@ class ShardedKVCache {
         view_{.format = checked_format(spec, topology, stage_rank_)},
         page_bytes_(detail::bytes_of(spec, static_cast<std::size_t>(view_.format.page_elements()),
                                      size_bytes(spec.dtype))),
-        layer_bytes_(round_up(detail::bytes_of(spec, static_cast<std::size_t>(spec.pages) + 1, page_bytes_),
-                              kAlignment)),
-        pages_(backend.allocate(detail::bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_))),
+        layer_bytes_(round_up(
+            detail::bytes_of(spec, static_cast<std::size_t>(spec.num_pages) + 1, page_bytes_), kAlignment)),
+        pages_(backend.allocate(
+            detail::bytes_of(spec, static_cast<std::size_t>(spec.num_layers), layer_bytes_))),
         ledger_(ledger_spec(spec, topology), topology.stage_coordinates(stage_rank_).kvp_rank),
-        page_table_(backend, spec.max_sequences, ledger_.max_pages(), static_cast<std::int32_t>(spec.pages)) {
-    view_.num_pages = spec.pages;
+        page_table_(backend, spec.max_sequences, ledger_.max_pages(),
+                    static_cast<std::int32_t>(spec.num_pages)) {
+    view_.num_pages = spec.num_pages;
     view_.max_pages = ledger_.max_pages();
     view_.num_slots = spec.max_sequences;
     view_.layout = ledger_.spec().layout;
@@ -170,8 +172,8 @@ class ShardedKVCache {
   /// The view through which operations read and write layer `layer` of this stage. Its addresses never
   /// change.
   KvView layer(int layer) const {
-    HELIX_EXPECTS(layer >= 0 && layer < spec_.layers, ErrorCode::invalid_argument, "layer ", layer,
-                  " is outside the KV cache's ", spec_.layers, " layers");
+    HELIX_EXPECTS(layer >= 0 && layer < spec_.num_layers, ErrorCode::invalid_argument, "layer ", layer,
+                  " is outside the KV cache's ", spec_.num_layers, " layers");
     KvView view = view_;
     const KvView pool = KvView::of_pool(pages_.data() + static_cast<std::size_t>(layer) * layer_bytes_,
                                         view_.format, view_.num_pages);
@@ -200,12 +202,12 @@ class ShardedKVCache {
   std::int64_t pages_used() const { return ledger_.pages_used(ledger_.kvp_rank()); }
 
   /// Bytes of one page in all layers.
-  std::size_t page_bytes() const { return page_bytes_ * static_cast<std::size_t>(spec_.layers); }
+  std::size_t page_bytes() const { return page_bytes_ * static_cast<std::size_t>(spec_.num_layers); }
   /// Bytes of the pages that hold tokens.
   std::size_t allocated_bytes() const { return static_cast<std::size_t>(pages_used()) * page_bytes(); }
   /// Bytes of all pages that sequences can have. The pool has one page more in each layer, and layers begin
   /// at multiples of 256 bytes.
-  std::size_t capacity_bytes() const { return static_cast<std::size_t>(spec_.pages) * page_bytes(); }
+  std::size_t capacity_bytes() const { return static_cast<std::size_t>(spec_.num_pages) * page_bytes(); }
 
  private:
   static constexpr std::size_t kAlignment = 256;  // of each layer's pages
@@ -228,7 +230,7 @@ class ShardedKVCache {
   static PageLedgerSpec ledger_spec(const KvCacheSpec& spec, const Topology& topology) {
     return {.layout = KvLayout(topology.kvp(), spec.chunk),
             .page_tokens = spec.page_tokens,
-            .pages = spec.pages,
+            .num_pages = spec.num_pages,
             .max_sequences = spec.max_sequences,
             .max_tokens = spec.max_tokens,
             .tag = spec.tag};
@@ -244,7 +246,8 @@ class ShardedKVCache {
   }
 
   typename B::Buffer upload_scales(const std::vector<float>& scales, Range heads, std::int64_t num_kv_heads) {
-    const std::vector<float> expanded = detail::expanded_scales(scales, spec_.layers, heads, num_kv_heads);
+    const std::vector<float> expanded =
+        detail::expanded_scales(scales, spec_.num_layers, heads, num_kv_heads);
     if (expanded.empty()) return {};
     typename B::Buffer buffer = backend_->allocate(expanded.size() * sizeof(float));
     Stream stream = backend_->create_stream();
@@ -255,7 +258,7 @@ class ShardedKVCache {
 
   void apply(const PageLedger::Changes& changes, Stream stream) {
     for (const PageLedger::PageCopy& copy : changes.copies) {
-      for (std::int64_t layer = 0; layer < spec_.layers; ++layer) {
+      for (std::int64_t layer = 0; layer < spec_.num_layers; ++layer) {
         std::byte* const pages = pages_.data() + static_cast<std::size_t>(layer) * layer_bytes_;
         backend_->copy(pages + static_cast<std::size_t>(copy.target) * page_bytes_,
                        pages + static_cast<std::size_t>(copy.source) * page_bytes_, page_bytes_, stream);

@@ -31,19 +31,21 @@ std::int64_t kv_row_elements(const Topology& topology, int stage_rank) {
 }
 
 std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, const KvPages& pages) {
-  HELIX_EXPECTS(pages.element_bits >= 1 && pages.layers >= 1 && pages.page_tokens >= 1,
+  HELIX_EXPECTS(pages.element_bits >= 1 && pages.num_layers >= 1 && pages.page_tokens >= 1,
                 ErrorCode::invalid_argument, "kv_page_bytes: element_bits is ", pages.element_bits,
-                ", layers ", pages.layers, ", page_tokens ", pages.page_tokens, "; each must be at least 1");
-  HELIX_EXPECTS(pages.element_bits <= 64 && pages.page_tokens <= kMaxPageTokens && pages.layers <= kMaxCount,
-                ErrorCode::invalid_argument, "kv_page_bytes: element_bits is ", pages.element_bits,
-                ", page_tokens ", pages.page_tokens, ", layers ", pages.layers, "; at most 64, ",
-                kMaxPageTokens, " and ", kMaxCount, " are supported");
+                ", num_layers ", pages.num_layers, ", page_tokens ", pages.page_tokens,
+                "; each must be at least 1");
+  HELIX_EXPECTS(
+      pages.element_bits <= 64 && pages.page_tokens <= kMaxPageTokens && pages.num_layers <= kMaxCount,
+      ErrorCode::invalid_argument, "kv_page_bytes: element_bits is ", pages.element_bits, ", page_tokens ",
+      pages.page_tokens, ", num_layers ", pages.num_layers, "; at most 64, ", kMaxPageTokens, " and ",
+      kMaxCount, " are supported");
   HELIX_EXPECTS(pages.row_bytes >= 0 && pages.row_bytes <= kMaxRowBytes, ErrorCode::invalid_argument,
                 "kv_page_bytes: row_bytes is ", pages.row_bytes, "; it must be in [0, ", kMaxRowBytes, "]");
   const std::int64_t row_bits =
       pages.row_bytes > 0 ? 8 * pages.row_bytes : kv_row_elements(topology, stage_rank) * pages.element_bits;
   const std::int64_t bytes = ceil_div(row_bits * pages.page_tokens, std::int64_t{8});
-  return checked_bytes("a KV page", saturating_product(bytes, pages.layers));
+  return checked_bytes("a KV page", saturating_product(bytes, pages.num_layers));
 }
 
 std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const KvPages& pages,

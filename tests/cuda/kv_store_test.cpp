@@ -363,7 +363,7 @@ TEST_CASE("a GPU stores tokens for which no room was made in no page of any sequ
                          .ffn = kDim};
   ShardedKVCache<Backend> cache(
       backend, Topology(TopologySpec{}, shape),
-      {.dtype = DType::f32, .layers = 2, .page_tokens = 16, .pages = 3, .max_sequences = 2});
+      {.dtype = DType::f32, .num_layers = 2, .page_tokens = 16, .num_pages = 3, .max_sequences = 2});
   const cuda::Stream stream = backend.create_stream();
   const SequenceId full = cache.add();
   const SequenceId empty = cache.add();

@@ -41,13 +41,13 @@ TEST_CASE("a serving decoder has pages for all tokens, and one for each request 
   request.page_tokens = 16;
   request.serving = {.max_sequences = 2, .max_tokens = 64, .kv_tokens = 128};
   const KvCacheSpec one = decode::plan_cache(request, Topology({}, small_shape()), 0, 0);
-  CHECK(one.layers == 3);
+  CHECK(one.num_layers == 3);
   CHECK(one.max_sequences == 4);
   CHECK(one.max_tokens == 64);
-  CHECK(one.pages == 8 + 4);
+  CHECK(one.num_pages == 8 + 4);
   const KvCacheSpec sharded = decode::plan_cache(request, Topology({.kvp = 2, .pp = 2}, small_shape()), 1, 0);
-  CHECK(sharded.layers == 1);
-  CHECK(sharded.pages == 4 + 4);
+  CHECK(sharded.num_layers == 1);
+  CHECK(sharded.num_pages == 4 + 4);
 }
 
 TEST_CASE("a generation's pages hold its longest sequences", "[quick]") {
@@ -58,7 +58,7 @@ TEST_CASE("a generation's pages hold its longest sequences", "[quick]") {
   const KvCacheSpec spec = decode::plan_cache(request, Topology({}, small_shape()), 0, 0);
   CHECK(spec.max_sequences == 3);
   CHECK(spec.max_tokens == 40);
-  CHECK(spec.pages == 2 + 1 + 3);
+  CHECK(spec.num_pages == 2 + 1 + 3);
 }
 
 TEST_CASE("prompts that may be expanded warm up with blocks of every size that they may have", "[quick]") {

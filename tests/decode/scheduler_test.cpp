@@ -174,7 +174,7 @@ class Decoder {
 SchedulerSpec small_spec() {
   SchedulerSpec spec;
   spec.ledger = {
-      .layout = KvLayout(3, 4), .page_tokens = 8, .pages = 12, .max_sequences = 8, .max_tokens = 120};
+      .layout = KvLayout(3, 4), .page_tokens = 8, .num_pages = 12, .max_sequences = 8, .max_tokens = 120};
   spec.max_sequences = 4;
   spec.max_tokens = 120;
   spec.prefill_tokens = 11;
@@ -186,7 +186,7 @@ SchedulerSpec small_spec() {
 /// Has room for five pages of 24 tokens, 8 on each rank.
 SchedulerSpec five_pages_spec() {
   SchedulerSpec spec = small_spec();
-  spec.ledger.pages = 5;
+  spec.ledger.num_pages = 5;
   return spec;
 }
 
@@ -195,7 +195,7 @@ SchedulerSpec spacious_spec(std::int64_t requests, std::int64_t tokens) {
   SchedulerSpec spec = small_spec();
   spec.max_sequences = requests;
   spec.max_tokens = tokens;
-  spec.ledger.pages = 1 << 20;
+  spec.ledger.num_pages = 1 << 20;
   spec.ledger.max_sequences = 2 * requests;
   spec.ledger.max_tokens = tokens;
   return spec;

@@ -94,8 +94,8 @@ void check_ranks(const ModelShape& shape, const TopologySpec& spec, std::int64_t
   for (int rank = 0; rank < topo.stage_size(); ++rank) {
     LocalBackend backend(stages[static_cast<std::size_t>(rank)],
                          kvps[static_cast<std::size_t>(topo.stage_coordinates(rank).kvp_rank)], threads);
-    KvCacheSpec cache_spec = {.dtype = kDTypeOf<T>, .layers = 2, .page_tokens = 8, .chunk = 3};
-    cache_spec.pages = PageLedger::pages_needed(KvLayout(topo.kvp(), 3), 8, tokens + 5, 0) + 4;
+    KvCacheSpec cache_spec = {.dtype = kDTypeOf<T>, .num_layers = 2, .page_tokens = 8, .chunk = 3};
+    cache_spec.num_pages = PageLedger::pages_needed(KvLayout(topo.kvp(), 3), 8, tokens + 5, 0) + 4;
     cache_spec.k_scales = scales;
     if (!shape.is_mla()) cache_spec.v_scales = scales;
     ShardedKVCache<LocalBackend> cache(backend, topo, cache_spec);

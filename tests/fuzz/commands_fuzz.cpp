@@ -22,7 +22,7 @@ using helix::fuzz::require;
 SchedulerSpec small_spec() {
   SchedulerSpec spec;
   spec.ledger = {
-      .layout = KvLayout(2, 4), .page_tokens = 4, .pages = 20, .max_sequences = 6, .max_tokens = 64};
+      .layout = KvLayout(2, 4), .page_tokens = 4, .num_pages = 20, .max_sequences = 6, .max_tokens = 64};
   spec.max_sequences = 3;
   spec.max_tokens = 64;
   spec.prefill_tokens = 7;

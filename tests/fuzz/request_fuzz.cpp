@@ -53,7 +53,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     decode::check_request(request, config, topo);
     const RankCoordinates last = topo.coordinates(topo.world_size() - 1);
     const KvCacheSpec cache = decode::plan_cache(request, topo, last.stage, last.replica);
-    require(cache.pages >= 1 && cache.max_tokens >= 1);
+    require(cache.num_pages >= 1 && cache.max_tokens >= 1);
     const decode::StageLimits limits = decode::plan_limits(request, topo, 0);
     require(limits.max_step_tokens >= 1 && limits.max_logit_rows >= 1);
     for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence) {

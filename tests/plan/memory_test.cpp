@@ -69,10 +69,10 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
         const Topology topology(widths, model.shape);
         helix::KvCacheSpec spec;
         spec.dtype = dtype;
-        spec.layers = 3;
+        spec.num_layers = 3;
         spec.page_tokens = 24;
         spec.chunk = 10;
-        spec.pages = 80;
+        spec.num_pages = 80;
         std::vector<LocalComm> stage = LocalComm::create_group(topology.stage_size());
         for (int rank = 0; rank < topology.stage_size(); ++rank) {
           const int kvp_rank = topology.stage_coordinates(rank).kvp_rank;
@@ -84,7 +84,7 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
           stream.synchronize();
           const KvPages pages{.element_bits = static_cast<std::int64_t>(8 * size_bytes(dtype)),
                               .row_bytes = dtype == DType::fp8_ds_mla ? 656 : 0,
-                              .layers = 3,
+                              .num_layers = 3,
                               .page_tokens = 24,
                               .chunk = 10};
           INFO("kvp " << kvp << " tpa " << tpa << " rank " << rank << " latent " << is_latent << " head_dim "
@@ -105,8 +105,8 @@ TEST_CASE("the plan of a Helix layout counts the same pages") {
   const RankMemoryPlan plan = plan_memory(model, {.kv_bits = 4}, layout, workload);
   const Topology topology(layout.topology_spec(), model.shape);
   const std::vector<std::int64_t> lengths(3, 1000000);
-  CHECK(in_bytes(plan.kv) ==
-        static_cast<double>(kv_page_bytes_used(topology, 0, {.element_bits = 4, .layers = 126}, lengths)));
+  CHECK(in_bytes(plan.kv) == static_cast<double>(kv_page_bytes_used(
+                                 topology, 0, {.element_bits = 4, .num_layers = 126}, lengths)));
   Model wide_keys = model;
   wide_keys.shape.head_dim = 192;  // with a value_dim of 128, for which the cache reserves 192 columns
   CHECK(in_bytes(plan_memory(wide_keys, {.kv_bits = 4}, layout, workload).kv) == 1.5 * in_bytes(plan.kv));

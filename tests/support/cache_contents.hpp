@@ -83,7 +83,7 @@ inline void write_tokens(Stage& stage, SequenceId id, const std::vector<std::int
     const KvView view = cache.layer(0);
     const helix::Range heads = stage.topology().kv_heads(rank);
     const std::int64_t v_dim = view.format.is_latent ? 0 : view.format.value_dim;
-    for (int layer = 0; layer < cache.spec().layers; ++layer) {
+    for (int layer = 0; layer < cache.spec().num_layers; ++layer) {
       std::vector<float> k;
       std::vector<float> v;
       for (std::int64_t i = 0; i < count; ++i) {
@@ -123,7 +123,7 @@ inline void check_contents(Stage& stage, SequenceId id, const std::vector<std::i
     std::vector<float> v(static_cast<std::size_t>(count * heads.size() * v_dim), -777.0f);
     const TensorView<float, 3> k_out(k.data(), {count, heads.size(), view.format.head_dim});
     const TensorView<float, 3> v_out(v.data(), {view.format.is_latent ? 0 : count, heads.size(), v_dim});
-    for (int layer = 0; layer < spec.layers; ++layer) {
+    for (int layer = 0; layer < spec.num_layers; ++layer) {
       cache.read(id, layer, {0, count}, k_out, v_out, stage.stream(rank));
       stage.stream(rank).synchronize();
       for (std::int64_t i = 0; i < count; ++i) {

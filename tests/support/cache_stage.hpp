@@ -128,7 +128,7 @@ class Stage {
           cache(backend, topology, spec),
           stream(backend.create_stream()) {
       // NaN in every format, because memory that was never written must not be read.
-      std::memset(cache.layer(0).k, 0xff, cache.capacity_bytes() / static_cast<std::size_t>(spec.layers));
+      std::memset(cache.layer(0).k, 0xff, cache.capacity_bytes() / static_cast<std::size_t>(spec.num_layers));
     }
     CpuBackend backend;
     Cache cache;

@@ -156,11 +156,11 @@ class LayerRank {
     const std::vector<std::int64_t> lengths = script.lengths();
     KvCacheSpec spec;
     spec.dtype = options.kv_dtype;
-    spec.layers = 1;
+    spec.num_layers = 1;
     spec.page_tokens = options.page_tokens;
     spec.chunk = options.chunk;
     spec.max_sequences = std::max<std::int64_t>(1, script.sequences);
-    spec.pages = std::max<std::int64_t>(
+    spec.num_pages = std::max<std::int64_t>(
         1, PageLedger::pages_needed(KvLayout(topo.kvp(), options.chunk), options.page_tokens, lengths));
     return spec;
   }

@@ -122,12 +122,12 @@ class MlaRank {
   static KvCacheSpec cache_spec(const World& world, const MlaSharding& sharding) {
     KvCacheSpec spec;
     spec.dtype = world.spec().kv_dtype;
-    spec.layers = 1;
+    spec.num_layers = 1;
     spec.page_tokens = sharding.page_tokens;
     spec.chunk = sharding.chunk;
     spec.max_sequences = static_cast<std::int64_t>(world.lengths().size());
-    spec.pages = 2 + PageLedger::pages_needed(KvLayout(sharding.kvp, sharding.chunk), sharding.page_tokens,
-                                              world.lengths());
+    spec.num_pages = 2 + PageLedger::pages_needed(KvLayout(sharding.kvp, sharding.chunk),
+                                                  sharding.page_tokens, world.lengths());
     return spec;
   }
 

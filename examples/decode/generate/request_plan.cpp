@@ -121,7 +121,7 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
   const Range mine = replica_sequences(topo, request, replica);
   KvCacheSpec spec;
   spec.dtype = request.kv_dtype;
-  spec.layers = topo.layers(stage).size();
+  spec.num_layers = topo.layers(stage).size();
   spec.page_tokens = request.page_tokens;
   spec.chunk = request.chunk;
   spec.max_sequences = std::max<std::int64_t>(1, mine.size());
@@ -139,9 +139,9 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
     spec.max_tokens = std::max(spec.max_tokens, lengths.back());
   }
   const KvLayout layout(topo.kvp(), request.chunk);
-  spec.pages = std::max<std::int64_t>(1, PageLedger::pages_needed(layout, request.page_tokens, lengths));
-  HELIX_EXPECTS(spec.pages <= kMaxPages, ErrorCode::capacity, "the KV cache of a rank needs ", spec.pages,
-                " pages of ", spec.page_tokens, " tokens; at most ", kMaxPages,
+  spec.num_pages = std::max<std::int64_t>(1, PageLedger::pages_needed(layout, request.page_tokens, lengths));
+  HELIX_EXPECTS(spec.num_pages <= kMaxPages, ErrorCode::capacity, "the KV cache of a rank needs ",
+                spec.num_pages, " pages of ", spec.page_tokens, " tokens; at most ", kMaxPages,
                 " are supported: use larger pages, fewer tokens or a larger KVP");
   spec.max_tokens = std::max<std::int64_t>(1, spec.max_tokens);
   return spec;
@@ -229,7 +229,7 @@ plan::KvPages pages_of(const GenerationRequest& request, const Topology& topo, s
   return {
       .element_bits = 8 * static_cast<std::int64_t>(size_bytes(request.kv_dtype)),
       .row_bytes = shape.is_mla() ? latent_row_bytes(request.kv_dtype, shape.head_dim, shape.value_dim) : 0,
-      .layers = layers,
+      .num_layers = layers,
       .page_tokens = request.page_tokens,
       .chunk = chunk};
 }
@@ -239,8 +239,9 @@ plan::KvPages pages_of(const GenerationRequest& request, const Topology& topo, s
 std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology& topo,
                                 const RankCoordinates& at) {
   const KvCacheSpec cache = plan_cache(request, topo, at.stage, at.replica);
-  const plan::KvPages pages = pages_of(request, topo, cache.layers, cache.page_tokens);
-  const std::int64_t length = cache.pages * cache.page_tokens * topo.kvp();  // fills the pages of every rank
+  const plan::KvPages pages = pages_of(request, topo, cache.num_layers, cache.page_tokens);
+  const std::int64_t length =
+      cache.num_pages * cache.page_tokens * topo.kvp();  // fills the pages of every rank
   return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
 }
 

@@ -418,7 +418,7 @@ ServeStats Scheduler::stats() const {
   for (const Replica& replica : replicas_) {
     stats.running += std::ssize(replica.running);
     stats.retained += std::ssize(replica.retained);
-    stats.pages += replica.ledger.spec().pages;
+    stats.pages += replica.ledger.spec().num_pages;
     stats.pages_used += replica.ledger.pages_used(0);
   }
   return stats;

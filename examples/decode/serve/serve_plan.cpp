@@ -14,7 +14,7 @@ SchedulerSpec plan_scheduler(const GenerationRequest& request, const ModelConfig
   spec.num_replicas = topo.dp();
   spec.ledger = {.layout = KvLayout(topo.kvp(), cache.chunk),
                  .page_tokens = cache.page_tokens,
-                 .pages = cache.pages,
+                 .num_pages = cache.num_pages,
                  .max_sequences = cache.max_sequences,
                  .max_tokens = cache.max_tokens,
                  .tag = cache.tag};

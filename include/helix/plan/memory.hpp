@@ -21,7 +21,7 @@ struct KvPages {
   std::int64_t element_bits = 16;
   /// Bytes of a token in one layer if its elements are of several types; else 0.
   std::int64_t row_bytes = 0;
-  std::int64_t layers = 0;        ///< Layers of the stage.
+  std::int64_t num_layers = 0;    ///< Layers of the stage.
   std::int64_t page_tokens = 64;  ///< Local tokens a page
   std::int64_t chunk = 16;        ///< Chunk of KvLayout.
 };
