@@ -123,11 +123,12 @@ struct Products {
       products_commit();
       products_wait<1>();
     }
-    if constexpr (!K::kIsMixed || kHasSumsApart) latent::finish(scores);
     if constexpr (kHasSumsApart) {
       tile_scales.add(parts, scores);
     } else if constexpr (K::kIsMixed) {
       tile_scales.rescale(factors, scores);
+    } else {
+      latent::finish(scores);
     }
   }
 

@@ -95,8 +95,9 @@ struct TileScales {
 #pragma unroll
     for (int i = 0; i < K::kRows / 2; ++i) scores[i] *= factors[i / 2 % 2];
   }
-  /// Waits for the sums over all scales' columns and adds them to scores.
+  /// Waits for scores and for the sums over all scales' columns, and adds these.
   __device__ __forceinline__ void add(Parts& parts, Scores& scores) const {
+    latent::finish(scores);
 #pragma unroll
     for (int k = 0; k < kScales; ++k) {
       latent::finish(parts[k]);
