@@ -20,6 +20,7 @@
 #include <helix/limits.hpp>
 #include <helix/lse.hpp>
 
+#include "cpu/attention/sum_order.hpp"
 #include "cpu/attention/task.hpp"
 #include "cpu/batch_offsets.hpp"
 #include "cpu/kv_rows.hpp"
@@ -47,14 +48,14 @@ constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // keys and values;
 /// Ways to read memory, with their names in the tuners. The first suits cores that follow many streams at
 /// once. Zen 4 reads 11 GB/s from pages of 16 KB in random order, 20 if the heads of a page are read one
 /// after another, and 22 to 24 if they are also prefetched in that order; it takes half of a 512-bit vector
-/// per cycle.
-constexpr std::array<Variant<AttentionVariant>, 19> kVariants = {{
+/// per cycle. Zen 5 reads fastest what is prefetched into L1 in the order in which it lies.
+constexpr std::array<Variant<AttentionVariant>, 20> kVariants = {{
     {"heads1", {.heads = 1}},
-    {"plain", {.heads = 1, .is_interleaved = false, .prefetch = Prefetch::none}},
+    {"plain", {.heads = 1, .follows_sums = false, .prefetch = Prefetch::none}},
     {"heads2", {.heads = 2}},
     {"heads4", {.heads = 4}},
     {"heads8", {.heads = 8}},
-    {"heads8.in_order", {.heads = 8, .is_interleaved = false}},
+    {"heads8.in_order", {.heads = 8, .follows_sums = false}},
     {"heads2.straight", {.heads = 2, .prefetch = Prefetch::straight}},
     {"heads4.straight", {.heads = 4, .prefetch = Prefetch::straight}},
     {"heads8.straight", {.heads = 8, .prefetch = Prefetch::straight}},
@@ -62,6 +63,7 @@ constexpr std::array<Variant<AttentionVariant>, 19> kVariants = {{
     {"heads8.along", {.heads = 8, .prefetch = Prefetch::along}},
     {"heads1.short", {.heads = 1, .has_short_passes = true}},
     {"heads4.short", {.heads = 4, .has_short_passes = true}},
+    {"heads8.in_order.straight_l1", {.heads = 8, .follows_sums = false, .prefetch = Prefetch::straight_l1}},
     {"heads8.straight.short", {.heads = 8, .prefetch = Prefetch::straight, .has_short_passes = true}},
     {"heads1.narrow", {.heads = 1, .is_narrow = true}},
     {"heads4.narrow", {.heads = 4, .is_narrow = true}},
@@ -70,7 +72,7 @@ constexpr std::array<Variant<AttentionVariant>, 19> kVariants = {{
     {"heads8.straight.narrow", {.heads = 8, .prefetch = Prefetch::straight, .is_narrow = true}},
 }};
 constexpr std::span<const Variant<AttentionVariant>> kAll = kVariants;
-constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(14);
+constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(15);
 
 Tuner f32_tuner("attention.f32", names_of(kWide), kTunedBytes);
 Tuner f16_tuner("attention.f16", names_of(kWide), kTunedBytes);
@@ -277,6 +279,7 @@ class PartialAttention {
       task.visible = seen.data();
       task.soft_cap = detail::effective_soft_cap(args_.soft_cap);
       task.variant = variant_;
+      task.sum_order = sum_order_;
       set_source(task, head, args_.batch.sequence_slots[unit.sequence]);
       set_target(task, unit, split, head);
     }
@@ -380,6 +383,7 @@ class PartialAttention {
   std::int64_t query_heads_;
   std::int64_t group_;
   AttentionVariant variant_;
+  SumOrder sum_order_ = sum_order();
   std::int64_t scratch_floats_ = 0;  // per thread
   float* scratch_ = nullptr;         // [threads, scratch_floats_]
   float* partial_out_ = nullptr;     // [partials, query heads, Dv]

@@ -44,13 +44,21 @@ TEST_CASE("partial attention gives the same bits for any number of threads") {
 }
 
 TEST_CASE("partial attention gives the same bits in every variant") {
-  const std::vector<const char*> variants = {"heads1",          "plain",
-                                             "heads2",          "heads4",
-                                             "heads8",          "heads8.in_order",
-                                             "heads2.straight", "heads4.straight",
-                                             "heads8.straight", "heads4.along",
-                                             "heads8.along",    "heads1.short",
-                                             "heads4.short",    "heads8.straight.short"};
+  const std::vector<const char*> variants = {"heads1",
+                                             "plain",
+                                             "heads2",
+                                             "heads4",
+                                             "heads8",
+                                             "heads8.in_order",
+                                             "heads2.straight",
+                                             "heads4.straight",
+                                             "heads8.straight",
+                                             "heads4.along",
+                                             "heads8.along",
+                                             "heads1.short",
+                                             "heads4.short",
+                                             "heads8.straight.short",
+                                             "heads8.in_order.straight_l1"};
   const std::vector<const char*> narrow = {"heads1.narrow", "heads4.narrow", "heads8.narrow",
                                            "heads4.straight.narrow", "heads8.straight.narrow"};
   // Four work units of one split each, so that each thread has enough tasks for heads to share them.

@@ -262,12 +262,13 @@ class Along : public NoPrefetch<T> {
   }
 };
 
-/// Prefetch::straight: one head's tile ahead of the reads, through a tile's keys of all heads, their values,
-/// and the next tile's keys.
-template <class T>
+/// Prefetch::straight and straight_l1: one head's tile ahead of the reads, through a tile's keys of all
+/// heads, their values, and the next tile's keys, into L2 or L1. Where keys are read as they lie, values are
+/// prefetched as they lie too, whatever the order of their sums.
+template <class T, int kLevel>
 class Straight : public NoPrefetch<T> {
  public:
-  /// What is prefetched next, up to the end of a head's rows.
+  /// What is prefetched next, up to the end of a run of a head's rows.
   struct Cursor {
     const T* const* row = nullptr;
     const T* const* end = nullptr;
@@ -276,14 +277,14 @@ class Straight : public NoPrefetch<T> {
     std::int64_t column = 0;
   };
 
-  /// Reading kBytes prefetches as many contiguous bytes ahead into L2. Four lines at once were 2 % faster
-  /// than as many single ones with 4 rows, and 16 % slower with one. Prefetching every second line, with the
-  /// rest left to the hardware, took 40 to 70 % longer. Prefetching 64 rows ahead instead of 256 took 40 %
-  /// longer with 4 rows, which read a tile's values twice.
+  /// Reading kBytes prefetches as many contiguous bytes ahead. Into L2, four lines at once were 2 % faster
+  /// than as many single ones with 4 rows, and 16 % slower with one; into L1 they were 4 % slower with one.
+  /// Prefetching every second line, with the rest left to the hardware, took 40 to 70 % longer. Prefetching
+  /// 64 rows ahead instead of 256 took 40 % longer with 4 rows, which read a tile's values twice.
   template <int R>
   struct Rows {
     static constexpr int kAskedBytes = kAsked<T> * static_cast<int>(sizeof(T));
-    static constexpr int kBytes = std::max(R == 1 ? 64 : 256, kAskedBytes);
+    static constexpr int kBytes = std::max(R == 1 || kLevel == 3 ? 64 : 256, kAskedBytes);
     static constexpr int kCalls = kBytes / kAskedBytes;
     const T* const* rows;  ///< key rows of the task's first head
     std::int64_t to_rows;  ///< elements from those to this head's
@@ -296,11 +297,11 @@ class Straight : public NoPrefetch<T> {
     HWY_INLINE void advance(std::int64_t n) { rows += n; }
     HWY_INLINE bool asks_here(std::int64_t i, std::int64_t) const { return i % (kAsked<T> / kPair) == 0; }
     HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
-      ask_near(rows, i, to_rows + d);
+      if constexpr (kLevel == 2) ask_near(rows, i, to_rows + d);
       if (++calls < kCalls * blocks) return;
       calls = 0;
       HELIX_UNROLL for (int byte = 0; byte < kBytes; byte += 64) {
-        __builtin_prefetch(*cursor.row + cursor.to_rows + cursor.column, 0, 2);
+        __builtin_prefetch(*cursor.row + cursor.to_rows + cursor.column, 0, kLevel);
         cursor.column += 64 / static_cast<std::int64_t>(sizeof(T));
         if (cursor.column >= cursor.width) next_row();
       }
@@ -313,16 +314,17 @@ class Straight : public NoPrefetch<T> {
     }
   };
 
-  /// The first tile's first head is not prefetched: the wait for it comes only once.
+  /// The first rows of the first tile, one head's tile of them, are not prefetched: the wait for them comes
+  /// only once.
   HWY_INLINE void begin_tile(const DirectTile<T>& tile) {
     const State& s = tile.heads.first;
-    passes_[0] = {tile.read, tile.read + tile.count, 0, s.d};
-    passes_[1] = {tile.place, tile.place + tile.count, tile.to_values(0), s.dv};
-    passes_[2] = {tile.next, tile.next + tile.next_count, 0, s.d};
+    passes_[0] = {tile.read, tile.count, tile.read_run, 0, s.d};
+    passes_[1] = {tile.read, tile.count, tile.count, tile.to_values(0), s.dv};
+    passes_[2] = {tile.next, tile.next_count, tile.read_run, 0, s.d};
     to_next_head_ = tile.to_next_head();
     num_heads_ = tile.heads.count;
     if (cursor_.row == nullptr) {
-      next();
+      for (std::int64_t rows = 0; rows < kDirectTile; rows += tile.read_run) next();
     } else {
       pass_ = std::max(pass_ - 2, 0);
     }
@@ -341,23 +343,41 @@ class Straight : public NoPrefetch<T> {
   }
 
  private:
-  /// Moves to the next head's rows. Stays at the last head of the last pass.
+  /// Rows of all heads, a run of each in turn.
+  struct Pass {
+    const T* const* rows = nullptr;  ///< key rows of the task's first head
+    std::int64_t count = 0;
+    std::int64_t run = 0;
+    std::int64_t to_rows = 0;  ///< elements from those to the first head's rows
+    std::int64_t width = 0;
+  };
+
+  /// Moves to the run that is read next. Stays at the last one of the last pass.
   HWY_NOINLINE void next() {
+    const Pass* pass = &passes_[pass_];
     if (head_ + 1 < num_heads_) {
       ++head_;
+    } else if (begin_ + pass->run < pass->count) {
+      begin_ += pass->run;
+      head_ = 0;
     } else if (pass_ < 2) {
-      ++pass_;
+      pass = &passes_[++pass_];
+      begin_ = 0;
       head_ = 0;
     }
-    cursor_ = passes_[pass_];
-    cursor_.to_rows += head_ * to_next_head_;
+    cursor_ = {.row = pass->rows + begin_,
+               .end = pass->rows + std::min(begin_ + pass->run, pass->count),
+               .to_rows = pass->to_rows + head_ * to_next_head_,
+               .width = pass->width};
   }
 
   Cursor cursor_;
-  Cursor passes_[3];  // the first head's rows: the tile's keys, its values, the next tile's keys
+  Pass passes_[3];  // the tile's keys, its values, the next tile's keys
   std::int64_t to_next_head_ = 0;
   int num_heads_ = 0;
+  // Where cursor_ is: a pass, the first row of a run of it, and a head.
   int pass_ = 0;
+  std::int64_t begin_ = 0;
   int head_ = 0;
 };
 

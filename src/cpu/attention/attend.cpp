@@ -63,7 +63,9 @@ HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, st
       case Prefetch::across:
         return direct<T, Across<T>>(heads, first_row, num_rows, range);
       case Prefetch::straight:
-        return direct<T, Straight<T>>(heads, first_row, num_rows, range);
+        return direct<T, Straight<T, 2>>(heads, first_row, num_rows, range);
+      case Prefetch::straight_l1:
+        return direct<T, Straight<T, 3>>(heads, first_row, num_rows, range);
       case Prefetch::along:
         return direct<T, Along<T>>(heads, first_row, num_rows, range);
     }

@@ -9,6 +9,8 @@
 #include <helix/dtype.hpp>
 #include <helix/kv_layout.hpp>
 
+#include "cpu/attention/sum_order.hpp"
+
 namespace helix::cpu {
 
 /// Where the rows of one head lie in a paged pool.
@@ -26,9 +28,10 @@ struct StoredRows {
 /// Which rows are prefetched while others are read.
 enum class Prefetch {
   none,
-  across,    ///< Values while keys are multiplied, the next tile's keys while values are.
-  straight,  ///< Rows in the order in which they are read, one head's tile ahead.
-  along      ///< Rows in the order in which they are read, some KiB ahead.
+  across,       ///< Values while keys are multiplied, the next tile's keys while values are.
+  straight,     ///< Rows in the order in which they are read, one head's tile ahead, into L2.
+  straight_l1,  ///< The same into L1.
+  along         ///< Rows in the order in which they are read, some KiB ahead.
 };
 
 /// The order in which the kernel for few rows reads memory, and how far ahead. No bit of a result depends on
@@ -36,9 +39,9 @@ enum class Prefetch {
 struct AttentionVariant {
   /// KV heads that a task takes at once, at most: a tile's keys of all of them, then their values.
   int heads = 1;
-  /// Whether keys are read from several runs of the tile in turn, the order of the sums. Otherwise they are
-  /// read as they lie: a page of one head and then that page of the next.
-  bool is_interleaved = true;
+  /// Whether a tile's keys are read in the order in which its values are summed (SumOrder). Otherwise they
+  /// are read as they lie: a page of one head and then that page of the next.
+  bool follows_sums = true;
   Prefetch prefetch = Prefetch::across;
   /// Whether a block whose sums do not fit in registers reads a few of a tile's values at a time through all
   /// groups of columns, so that later groups find them in L1. Otherwise each group reads the whole tile's
@@ -80,6 +83,7 @@ struct AttentionTask {
   float soft_cap = 0.0f;
 
   AttentionVariant variant;
+  SumOrder sum_order = SumOrder::interleaved;
 
   float* out = nullptr;  ///< Row (t, g) lies at out + t * out_token_stride + g * out_head_stride.
   std::int64_t out_token_stride = 0;
