@@ -94,7 +94,6 @@ struct QueryRows {
       s.cap_factor[r] = p.scale * kv_scale * factor * inverse;
       s.row[r] = {p.soft_cap > 0.0f ? 1.0f : s.cap_factor[r], 0.0f};
       s.is_unset[r] = true;
-      if (r == 0) s.are_unset = true;
     }
   }
   /// Columns [8 * c, 8 * c + 8) of row `r`.
