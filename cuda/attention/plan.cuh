@@ -106,7 +106,6 @@ __device__ inline int query_rows(const AttentionParams& p, int b) {
 /// The span of `num_rows` query rows of sequence `b` from `row` on.
 template <bool kCalls>
 __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row, int num_rows) {
-  const std::int64_t first_page = p.lists.first_of(p.sequence_slots[b]);
   const int first_token = p.query_offsets[b];
   std::int64_t begin = INT64_MAX;
   std::int64_t end = 0;
@@ -117,8 +116,11 @@ __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row
     begin = min(begin, seen.begin);
     end = max(end, seen.end);
   }
-  return {
-      {first_token, row, num_rows}, first_page, end > 0 ? static_cast<int>(begin) : 0, static_cast<int>(end)};
+  if (end == 0) return {{first_token, row, num_rows}, 0, 0, 0};  // its slot may be anything
+  return {{first_token, row, num_rows},
+          p.lists.first_of(p.sequence_slots[b]),
+          static_cast<int>(begin),
+          static_cast<int>(end)};
 }
 
 /// The local tokens that row `row` of a query tile sees: those of the whole tile if it has one token, or for

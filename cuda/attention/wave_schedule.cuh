@@ -122,7 +122,7 @@ __device__ inline void plan_wave_tile(const AttentionParams& p, Plan& plan, int 
   if (end == 0) begin = 0;
   if (lane != 0) return;
   plan.query_tiles[u] = query_tile;
-  plan.first_page[u] = p.lists.first_of(slot);
+  plan.first_page[u] = end > 0 ? p.lists.first_of(slot) : 0;  // the slot of padding may be anything
   plan.begin_token[u] = begin;
   plan.end_token[u] = end;
   // A query tile that sees nothing has a KV tile of no tokens, so that some block writes its zeros.

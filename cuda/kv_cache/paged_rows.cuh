@@ -72,7 +72,7 @@ struct PageLists {
 
   /// Index in `pages` of the first page of `slot`.
   __device__ std::int64_t first_of(std::int64_t slot) const {
-    return begins != nullptr ? std::int64_t{begins[slot]} : slot * max_pages;
+    return detail::first_page(begins, max_pages, slot);
   }
 };
 

@@ -70,6 +70,12 @@ constexpr std::int64_t size_product(std::int64_t first, Sizes... sizes) {
                             larger<std::int64_t>(sizes, 0)...);
 }
 
+/// Index in a page table of the first page of slot `slot`: where its CSR section begins, or its row.
+HELIX_HOST_DEVICE constexpr std::int64_t first_page(const std::int32_t* page_begins, std::int64_t max_pages,
+                                                    std::int64_t slot) {
+  return page_begins != nullptr ? std::int64_t{page_begins[slot]} : slot * max_pages;
+}
+
 /// Whether latent rows of these columns fit DType::fp8_ds_mla: its f32 scales and bf16 rope columns must
 /// begin and end at multiples of their size.
 constexpr bool fits_mixed_rows(std::int64_t head_dim, std::int64_t value_dim) {
@@ -210,7 +216,7 @@ struct KvView {
   /// Index in page_table of the first page of slot `slot`. Call it only where page_begins is null or can be
   /// read.
   HELIX_HOST_DEVICE constexpr std::int64_t first_page_of(std::int64_t slot) const {
-    return page_begins != nullptr ? std::int64_t{page_begins[slot]} : slot * max_pages;
+    return detail::first_page(page_begins, max_pages, slot);
   }
 };
 

@@ -140,7 +140,7 @@ class PageLedger {
   static std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens, std::int64_t num_tokens,
                                    std::int64_t kvp_rank);
   /// Pages that a rank needs to hold sequences of these lengths at once, without sharing: the largest demand
-  /// of any rank. A value for PageLedgerSpec::pages.
+  /// of any rank. A value for PageLedgerSpec::num_pages.
   /// @throws Error(invalid_argument) if a size is out of range.
   static std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens,
                                    std::span<const std::int64_t> lengths);

@@ -189,6 +189,20 @@ struct Root {
     return found == missing ? "" : ", held up by " + rank_names(found);
   }
 
+  /// Plans the move of a meeting at which all ranks have arrived. An Error of it becomes that of all ranks;
+  /// running out of memory stays with the calling rank.
+  template <class Plan>
+  void plan_move(Meeting& meeting, std::size_t place, Plan& plan) {
+    try {
+      if (const auto error = meeting.disagreement()) throw Error(*error);
+      meeting.move = plan(std::as_const(meeting.calls));
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::peer_failed)  // already names the failed rank
+        fail_meeting(meeting, error.code(), error.what(), error.what());
+      fail_meeting(meeting, place, error.code(), error.what());
+    }
+  }
+
   /// Blocks until all ranks are here and the data has moved. The last to arrive calls `plan(calls)`, mutex
   /// held, which returns the Move; its exception is the error of all ranks.
   template <class Plan>
@@ -206,13 +220,8 @@ struct Root {
     meeting.calls[place] = &call;
     if (++meeting.arrived == meeting.calls.size()) {
       try {
-        if (const auto error = meeting.disagreement()) throw Error(*error);
-        meeting.move = plan(std::as_const(meeting.calls));
-      } catch (const Error& error) {
-        if (error.code() == ErrorCode::peer_failed)  // already names the failed rank
-          fail_meeting(meeting, error.code(), error.what(), error.what());
-        fail_meeting(meeting, place, error.code(), error.what());
-      } catch (...) {  // out of memory: withdraw this rank's call, as if it had not arrived
+        plan_move(meeting, place, plan);
+      } catch (...) {  // withdraw the call: its memory ends with this frame
         meeting.calls[place] = nullptr;
         --meeting.arrived;
         throw;

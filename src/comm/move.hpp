@@ -27,8 +27,8 @@ inline std::int64_t pieces(std::int64_t count, std::int64_t piece) {
   return (count + piece - 1) / piece;
 }
 
-/// The data movement of one meeting, cut into units that any rank may do in any order. A unit reads
-/// everything that it overwrites before it writes, so `in == out` needs no scratch.
+/// The data movement of one meeting, cut into units that any rank may do in any order. A unit of all_reduce
+/// reads everything that it overwrites before it writes, so `in == out` needs no scratch there.
 class Move {
  public:
   Move() = default;

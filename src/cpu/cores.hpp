@@ -17,35 +17,37 @@ inline int current_core() noexcept {
 #endif
 }
 
-/// The cores that a thread may use.
+/// The cores that a thread may use. Made and used by that thread.
 class AllowedCores {
  public:
 #if defined(__linux__)
-  /// Those of the calling thread, as of now.
   AllowedCores() noexcept {
-    if (sched_getaffinity(0, sizeof(cores_), &cores_) != 0) CPU_ZERO(&cores_);
+    if (!read(allowed_)) CPU_ZERO(&allowed_);
+    in_force_ = allowed_;
   }
 
-  int count() const noexcept {
-    return CPU_COUNT(&cores_);
-  }
-
-  /// Moves the calling thread from `core`, and from now on lets it use only the others of these cores.
-  /// Changes nothing if there are none, or if the system refuses.
-  void leave(int core) const noexcept {
-    if (core < 0 || core >= CPU_SETSIZE) return;
-    cpu_set_t others = cores_;
+  /// Moves the calling thread from `core`, and from now on lets it use only the others of its cores. Changes
+  /// nothing if it may use fewer than `least`, or no other, or if the system refuses. Whoever changes the
+  /// thread's cores in between decides which are its own from then on.
+  void leave(int core, int least) noexcept {
+    cpu_set_t now;
+    if (core < 0 || core >= CPU_SETSIZE || !read(now)) return;
+    if (!CPU_EQUAL(&now, &in_force_)) allowed_ = in_force_ = now;
+    if (CPU_COUNT(&allowed_) < least) return;
+    cpu_set_t others = allowed_;
     CPU_CLR(static_cast<unsigned>(core), &others);
-    if (CPU_COUNT(&others) > 0) (void)sched_setaffinity(0, sizeof(others), &others);
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof(others), &others) == 0) in_force_ = others;
   }
 
  private:
-  cpu_set_t cores_;
-#else
-  int count() const noexcept {
-    return 0;
+  static bool read(cpu_set_t& cores) noexcept {
+    return sched_getaffinity(0, sizeof(cores), &cores) == 0;
   }
-  void leave(int) const noexcept {}
+
+  cpu_set_t allowed_;   // the thread's own, of which leave() takes one away for a time
+  cpu_set_t in_force_;  // what leave() has last seen or set
+#else
+  void leave(int, int) noexcept {}
 #endif
 };
 

@@ -141,7 +141,9 @@ HWY_INLINE void dot_runs(Rows& rows, std::int64_t row, const float* x, std::int6
     const auto* from = rows[row + k] + d;
     HELIX_UNROLL for (int i = 0; i < kRun; ++i) {
       const Pair w = load_pair(from + i * kPair);
-      if (i * kPair % kAsked<T> == 0) rows.prefetch(row + k, kLanes, d + i * kPair);
+      // Where runs are whole lines, only i decides.
+      const std::int64_t at = kRun * kPair % kAsked<T> == 0 ? i * kPair : d + i * kPair;
+      if (at % kAsked<T> == 0) rows.prefetch(row + k, kLanes, d + i * kPair);
       acc[k] = hn::MulAdd(w.b, q[i].b, hn::MulAdd(w.a, q[i].a, acc[k]));
     }
   }

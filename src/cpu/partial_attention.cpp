@@ -55,7 +55,7 @@ constexpr std::array<Variant<AttentionVariant>, 20> kVariants = {{
     {"heads2", {.heads = 2}},
     {"heads4", {.heads = 4}},
     {"heads8", {.heads = 8}},
-    {"heads8.in_order", {.heads = 8, .follows_sums = false}},
+    {"heads8.as_stored", {.heads = 8, .follows_sums = false}},
     {"heads2.straight", {.heads = 2, .prefetch = Prefetch::straight}},
     {"heads4.straight", {.heads = 4, .prefetch = Prefetch::straight}},
     {"heads8.straight", {.heads = 8, .prefetch = Prefetch::straight}},
@@ -63,7 +63,7 @@ constexpr std::array<Variant<AttentionVariant>, 20> kVariants = {{
     {"heads8.along", {.heads = 8, .prefetch = Prefetch::along}},
     {"heads1.short", {.heads = 1, .has_short_passes = true}},
     {"heads4.short", {.heads = 4, .has_short_passes = true}},
-    {"heads8.in_order.straight_l1", {.heads = 8, .follows_sums = false, .prefetch = Prefetch::straight_l1}},
+    {"heads8.as_stored.straight_l1", {.heads = 8, .follows_sums = false, .prefetch = Prefetch::straight_l1}},
     {"heads8.straight.short", {.heads = 8, .prefetch = Prefetch::straight, .has_short_passes = true}},
     {"heads1.narrow", {.heads = 1, .is_narrow = true}},
     {"heads4.narrow", {.heads = 4, .is_narrow = true}},
@@ -280,7 +280,7 @@ class PartialAttention {
       task.soft_cap = detail::effective_soft_cap(args_.soft_cap);
       task.variant = variant_;
       task.sum_order = sum_order_;
-      set_source(task, head, args_.batch.sequence_slots[unit.sequence]);
+      set_source(task, head, args_.batch.sequence_slots[unit.sequence], unit.begin < unit.end);
       set_target(task, unit, split, head);
     }
     attend(tasks.data(), num_tasks, scratch_ + thread * scratch_floats_);
@@ -302,8 +302,8 @@ class PartialAttention {
            format.rope.page == format.k.page && format.rope.token == format.k.token;
   }
 
-  /// Sets what the task reads of the cache.
-  void set_source(AttentionTask& task, std::int64_t head, std::int64_t slot) const {
+  /// Sets what the task reads of the cache. Unless it `has_tokens`, its slot was not checked.
+  void set_source(AttentionTask& task, std::int64_t head, std::int64_t slot, bool has_tokens) const {
     const KvView& kv = args_.kv;
     const KvFormat& format = kv.format;
     task.keys = rows_of(kv.k, format.k, head);
@@ -311,7 +311,7 @@ class PartialAttention {
     if (format.is_latent && !is_joined_latent()) task.rope = rows_of(kv.rope, format.rope, head);
     task.dtype = format.dtype;
     task.page_tokens = format.page_tokens;
-    task.page_table = kv.page_table + kv.first_page_of(slot);
+    if (has_tokens) task.page_table = kv.page_table + kv.first_page_of(slot);
     task.head_dim = format.head_dim;
     task.value_dim = format.value_dim;
     const float k_scale = scale_of(kv.k_scale, head);

@@ -38,7 +38,6 @@ struct Loop {
 
 struct ThreadPool::State {
   int num_threads = 1;
-  const AllowedCores cores;  // of the thread that made the pool, and so of the workers
   std::mutex mutex;
   std::condition_variable work_arrives;
   std::condition_variable helper_leaves;
@@ -69,6 +68,7 @@ struct ThreadPool::State {
   }
 
   void work(int thread) {
+    AllowedCores cores;  // those of the thread that made the pool
     std::unique_lock lock(mutex);
     for (;;) {
       Loop* loop = open_loop();
@@ -87,7 +87,7 @@ struct ThreadPool::State {
       lock.unlock();
       // The system may wake a worker on its caller's core and leave it there for 20 ms, although others are
       // idle.
-      if (loop->core == current_core() && num_threads <= cores.count()) cores.leave(loop->core);
+      if (loop->core == current_core()) cores.leave(loop->core, num_threads);
       run(*loop, thread);
       lock.lock();
       // Release: a caller that sees 0 while spinning returns without the mutex, and its loop is then

@@ -3,6 +3,8 @@
 #include "cpu/tuner.hpp"
 
 #include <algorithm>
+#include <exception>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,12 +61,15 @@ Tuner::Call::Call(Tuner& tuner, std::int64_t bytes)
   if (turn >= kTurns * tuner.num_variants_) return;  // other calls still run the last turns
   variant_ = turn % tuner.num_variants_;
   is_timed_ = true;
+  exceptions_ = std::uncaught_exceptions();
   begin_ = std::chrono::steady_clock::now();
 }
 
 void Tuner::Call::end() noexcept {
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin_;
-  tuner_.note(variant_, seconds.count() / static_cast<double>(bytes_));
+  const bool has_failed = std::uncaught_exceptions() > exceptions_;
+  tuner_.note(variant_, has_failed ? std::numeric_limits<double>::infinity()
+                                   : seconds.count() / static_cast<double>(bytes_));
 }
 
 void Tuner::note(int variant, double seconds_a_byte) noexcept {

@@ -46,7 +46,8 @@ class Tuner {
   Tuner& operator=(const Tuner&) = delete;
   ~Tuner();
 
-  /// One call of the kernel. Timed until destruction if variants are still taking turns.
+  /// One call of the kernel. Timed until destruction if variants are still taking turns; a call that an
+  /// exception ends says nothing of its variant.
   class Call {
    public:
     Call(Tuner& tuner, std::int64_t bytes);
@@ -65,6 +66,7 @@ class Tuner {
     std::int64_t bytes_;
     int variant_;
     bool is_timed_ = false;
+    int exceptions_ = 0;  // that were in flight when the call began
     std::chrono::steady_clock::time_point begin_;
   };
 

@@ -49,7 +49,7 @@ TEST_CASE("partial attention gives the same bits in every variant") {
                                              "heads2",
                                              "heads4",
                                              "heads8",
-                                             "heads8.in_order",
+                                             "heads8.as_stored",
                                              "heads2.straight",
                                              "heads4.straight",
                                              "heads8.straight",
@@ -58,7 +58,7 @@ TEST_CASE("partial attention gives the same bits in every variant") {
                                              "heads1.short",
                                              "heads4.short",
                                              "heads8.straight.short",
-                                             "heads8.in_order.straight_l1"};
+                                             "heads8.as_stored.straight_l1"};
   const std::vector<const char*> narrow = {"heads1.narrow", "heads4.narrow", "heads8.narrow",
                                            "heads4.straight.narrow", "heads8.straight.narrow"};
   // Four work units of one split each, so that each thread has enough tasks for heads to share them.
@@ -92,7 +92,7 @@ TEST_CASE("partial attention gives the same bits in every variant") {
       }
     }
   }
-  for (const char* variant : {"heads8.in_order", "heads8.straight", "heads8.along", "heads4.short"}) {
+  for (const char* variant : {"heads8.as_stored", "heads8.straight", "heads8.along", "heads4.short"}) {
     helix::cpu::fix_tuning(std::string("attention.*=") + variant);
     World({.query_heads = 24, .kv_heads = 3, .d = 64, .dv = 64, .sequences = sequences}).check();
     World({.query_heads = 8, .kv_heads = 1, .d = 64, .dv = 64, .sequences = {{5000, 1}, {3000, 4}}}).check();

@@ -54,13 +54,20 @@ TEST_CASE("either order of attention's sums is exact and has the same bits in ev
       const World world = world_of(group, dtype);
       helix::cpu::fix_tuning("attention.*=heads1");
       const World::Result first = world.run(0);
-      for (const char* variant : {"plain", "heads8", "heads8.in_order", "heads8.straight", "heads8.along",
-                                  "heads4.short", "heads8.in_order.straight_l1"}) {
+      const auto check = [&](const char* kernels, const char* variant) {
         CAPTURE(variant);
-        helix::cpu::fix_tuning(std::string("attention.*=") + variant);
+        helix::cpu::fix_tuning(std::string(kernels) + "=" + variant);
         const World::Result result = world.run(0);
         REQUIRE(helix::test::have_equal_bits(first.out, result.out));
         REQUIRE(helix::test::have_equal_bits(first.lse, result.lse));
+      };
+      for (const char* variant : {"plain", "heads8", "heads8.as_stored", "heads8.straight", "heads8.along",
+                                  "heads4.short", "heads8.straight.short", "heads8.as_stored.straight_l1"}) {
+        check("attention.*", variant);
+      }
+      if (dtype == DType::bf16 && group == 8) {
+        for (const char* variant : {"heads4.narrow", "heads8.straight.narrow"})
+          check("attention.bf16.rows8", variant);
       }
       world.check();
     }

@@ -119,15 +119,19 @@ bool stay_on(int core) {
   return sched_setaffinity(0, sizeof(only), &only) == 0 && sched_getcpu() == core;
 }
 
-}  // namespace
-
-TEST_CASE("a worker on its caller's core moves to another one") {
-  cpu_set_t cores = allowed_cores();
-  if (CPU_COUNT(&cores) < 2) return helix::test::skip("this process may not use two cores");
-  ThreadPool pool(2);
-  bool are_together = false;
+/// Where the worker of a pool of two is after it was on its caller's core, and the cores that it may use.
+struct Meeting {
+  bool took_place = false;
   int callers_core = -1;
   int workers_core = -1;
+  cpu_set_t workers_cores;
+};
+
+/// Brings the worker to its caller's core, where after_arrival() is called on it, and calls the pool again.
+template <class Call>
+Meeting meet_on_a_core(const Call& after_arrival) {
+  ThreadPool pool(2);
+  Meeting result;
   std::thread caller([&] {  // a thread of its own, so that the test's stays where it may
     // Calls use() on the worker and returns when it has.
     const auto on_worker = [&](const auto& use) {
@@ -138,19 +142,41 @@ TEST_CASE("a worker on its caller's core moves to another one") {
         if (thread == 1) use();
       });
     };
-    callers_core = sched_getcpu();
-    are_together = stay_on(callers_core);
-    on_worker([&] { are_together &= stay_on(callers_core); });
+    result.callers_core = sched_getcpu();
+    result.took_place = stay_on(result.callers_core);
     on_worker([&] {
-      workers_core = sched_getcpu();
-      cores = allowed_cores();
+      result.took_place &= stay_on(result.callers_core);
+      after_arrival();
+      result.took_place &= sched_getcpu() == result.callers_core;
+    });
+    on_worker([&] {
+      result.workers_core = sched_getcpu();
+      result.workers_cores = allowed_cores();
     });
   });
   caller.join();
-  if (!are_together) return helix::test::skip("the system lets no thread choose its core");
-  CHECK(workers_core != callers_core);
-  CHECK_FALSE(CPU_ISSET(static_cast<unsigned>(callers_core), &cores));
-  CHECK(CPU_ISSET(static_cast<unsigned>(workers_core), &cores));
+  return result;
+}
+
+}  // namespace
+
+TEST_CASE("a worker on its caller's core moves to another one") {
+  const cpu_set_t cores = allowed_cores();
+  if (CPU_COUNT(&cores) < 2) return helix::test::skip("this process may not use two cores");
+  const Meeting meeting = meet_on_a_core([&] { (void)sched_setaffinity(0, sizeof(cores), &cores); });
+  if (!meeting.took_place) return helix::test::skip("the system lets no thread choose its core");
+  CHECK(meeting.workers_core != meeting.callers_core);
+  CHECK_FALSE(CPU_ISSET(static_cast<unsigned>(meeting.callers_core), &meeting.workers_cores));
+  CHECK(CPU_ISSET(static_cast<unsigned>(meeting.workers_core), &meeting.workers_cores));
+}
+
+TEST_CASE("a worker whose cores somebody else has chosen since stays on them") {
+  const cpu_set_t cores = allowed_cores();
+  if (CPU_COUNT(&cores) < 2) return helix::test::skip("this process may not use two cores");
+  const Meeting meeting = meet_on_a_core([] {});  // bound to one core
+  if (!meeting.took_place) return helix::test::skip("the system lets no thread choose its core");
+  CHECK(meeting.workers_core == meeting.callers_core);
+  CHECK(CPU_COUNT(&meeting.workers_cores) == 1);
 }
 
 #endif

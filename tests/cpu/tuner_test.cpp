@@ -49,6 +49,24 @@ TEST_CASE("a tuner takes turns and keeps the fastest variant") {
   CHECK(call(tuner, 1) == 2);
 }
 
+TEST_CASE("a call that throws does not make its variant the fastest") {
+  Tuner tuner("test.throwing", {"a", "b", "c"}, 1);
+  const auto fail = [&] {
+    const Tuner::Call call(tuner, 1000);
+    if (call.variant() == 0) throw helix::Error(helix::ErrorCode::invalid_argument, "refused");
+    std::this_thread::sleep_for(std::chrono::microseconds(call.variant() == 2 ? 100 : 2000));
+  };
+  for (int i = 0; i < 18; ++i) {
+    if (i % 3 == 0) {
+      CHECK_THROWS(fail());
+    } else {
+      fail();
+    }
+  }
+  CHECK(found("test.throwing").source == Source::measured);
+  CHECK(found("test.throwing").variant == "c");
+}
+
 TEST_CASE("threads that share a tuner end its turns once") {
   Tuner tuner("test.threads", {"a", "b", "c"}, 1);
   std::vector<std::thread> threads;

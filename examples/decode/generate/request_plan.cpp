@@ -240,9 +240,7 @@ std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology
                                 const RankCoordinates& at) {
   const KvCacheSpec cache = plan_cache(request, topo, at.stage, at.replica);
   const plan::KvPages pages = pages_of(request, topo, cache.num_layers, cache.page_tokens);
-  const std::int64_t length =
-      cache.num_pages * cache.page_tokens * topo.kvp();  // fills the pages of every rank
-  return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
+  return saturating_product(cache.num_pages, plan::kv_page_bytes(topo, at.stage_rank, pages));
 }
 
 std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,

@@ -220,10 +220,8 @@ void Frontend::read_lines() {
       const std::scoped_lock lock(mutex_);
       failure_ = "standard input cannot be read: " + reason;
     }
-    if (count <= 0) {
-      lines.finish();
-      break;
-    }
+    if (count == 0) lines.finish();
+    if (count <= 0) break;  // what an error cut off is no line
     lines.add({buffer.data(), static_cast<std::size_t>(count)});
   }
   const std::scoped_lock lock(mutex_);

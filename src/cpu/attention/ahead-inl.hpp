@@ -263,8 +263,8 @@ class Along : public NoPrefetch<T> {
 };
 
 /// Prefetch::straight and straight_l1: one head's tile ahead of the reads, through a tile's keys of all
-/// heads, their values, and the next tile's keys, into L2 or L1. Where keys are read as they lie, values are
-/// prefetched as they lie too, whatever the order of their sums.
+/// heads, their values, and those of the next tile, into L2 or L1. Where keys are read as they lie, values
+/// are prefetched as they lie too, whatever the order of their sums.
 template <class T, int kLevel>
 class Straight : public NoPrefetch<T> {
  public:
@@ -318,16 +318,21 @@ class Straight : public NoPrefetch<T> {
   /// only once.
   HWY_INLINE void begin_tile(const DirectTile<T>& tile) {
     const State& s = tile.heads.first;
-    passes_[0] = {tile.read, tile.count, tile.read_run, 0, s.d};
-    passes_[1] = {tile.read, tile.count, tile.count, tile.to_values(0), s.dv};
-    passes_[2] = {tile.next, tile.next_count, tile.read_run, 0, s.d};
-    to_next_head_ = tile.to_next_head();
     num_heads_ = tile.heads.count;
-    if (cursor_.row == nullptr) {
-      for (std::int64_t rows = 0; rows < kDirectTile; rows += tile.read_run) next();
-    } else {
-      pass_ = std::max(pass_ - 2, 0);
+    const std::int64_t to_values = tile.to_values(0);
+    const std::int64_t to_next_values = num_heads_ > 1 ? tile.to_values(1) - to_values : 0;
+    passes_[0] = {tile.read, tile.count, tile.read_run, 0, tile.to_next_head(), s.d};
+    passes_[1] = {tile.read, tile.count, tile.count, to_values, to_next_values, s.dv};
+    passes_[2] = {tile.next, tile.next_count, tile.read_run, 0, tile.to_next_head(), s.d};
+    passes_[3] = {tile.next, tile.next_count, tile.next_count, to_values, to_next_values, s.dv};
+    if (pass_ >= 2) {
+      pass_ -= 2;  // what was the next tile
+      return;
     }
+    // The first tile, or reads of the last one asked for fewer rows than they read.
+    pass_ = head_ = 0;
+    begin_ = 0;
+    for (std::int64_t rows = 0; rows < kDirectTile; rows += tile.read_run) next();
   }
   template <int R>
   HWY_INLINE Rows<R> keys(const DirectTile<T>& tile, const HeadRun& run) {
@@ -348,7 +353,8 @@ class Straight : public NoPrefetch<T> {
     const T* const* rows = nullptr;  ///< key rows of the task's first head
     std::int64_t count = 0;
     std::int64_t run = 0;
-    std::int64_t to_rows = 0;  ///< elements from those to the first head's rows
+    std::int64_t to_rows = 0;       ///< elements from those to the first head's rows
+    std::int64_t to_next_head = 0;  ///< elements from a head's rows to the next one's
     std::int64_t width = 0;
   };
 
@@ -360,20 +366,20 @@ class Straight : public NoPrefetch<T> {
     } else if (begin_ + pass->run < pass->count) {
       begin_ += pass->run;
       head_ = 0;
-    } else if (pass_ < 2) {
+    } else if (pass_ + 1 < kPasses) {
       pass = &passes_[++pass_];
       begin_ = 0;
       head_ = 0;
     }
     cursor_ = {.row = pass->rows + begin_,
                .end = pass->rows + std::min(begin_ + pass->run, pass->count),
-               .to_rows = pass->to_rows + head_ * to_next_head_,
+               .to_rows = pass->to_rows + head_ * pass->to_next_head,
                .width = pass->width};
   }
 
   Cursor cursor_;
-  Pass passes_[3];  // the tile's keys, its values, the next tile's keys
-  std::int64_t to_next_head_ = 0;
+  static constexpr int kPasses = 4;
+  Pass passes_[kPasses];  // keys and values of the tile, then of the next one
   int num_heads_ = 0;
   // Where cursor_ is: a pass, the first row of a run of it, and a head.
   int pass_ = 0;

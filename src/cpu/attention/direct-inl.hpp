@@ -4,9 +4,9 @@
 // Every stored row is read from memory once for all query rows. A block of R query rows multiplies kLanes / R
 // keys at a time, so that every block has kLanes accumulators, each a partial dot product along the head
 // dimension. One sum across vectors turns them into scores in [key][row] order. In that order the softmax has
-// full vectors whatever R is, and the value product finds a key's R weights side by side. V is prefetched
-// while K is multiplied, and the next K while V is. Several KV heads may share a task: their rows of a page
-// lie one after the other. Compiled once a Highway target, hence the toggled guard.
+// full vectors whatever R is, and the value product finds a key's R weights side by side. What is prefetched
+// meanwhile, ahead-inl.hpp says. Several KV heads may share a task: their rows of a page lie one after the
+// other. Compiled once a Highway target, hence the toggled guard.
 #if defined(HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_
 #undef HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_

@@ -11,7 +11,7 @@ namespace {
 
 SumOrder order_of_this_cpu() noexcept {
 #if defined(__x86_64__) && defined(__linux__)
-  constexpr unsigned kZen5 = 0x1a;
+  constexpr unsigned kZen5 = 0x1a;  // later families are taken to be like it
   if (amd_family() >= kZen5) return SumOrder::in_order;
 #endif
   return SumOrder::interleaved;

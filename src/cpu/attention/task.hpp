@@ -39,8 +39,8 @@ enum class Prefetch {
 struct AttentionVariant {
   /// KV heads that a task takes at once, at most: a tile's keys of all of them, then their values.
   int heads = 1;
-  /// Whether a tile's keys are read in the order in which its values are summed (SumOrder). Otherwise they
-  /// are read as they lie: a page of one head and then that page of the next.
+  /// Whether a tile's keys are read head by head, in the order in which its values are summed (SumOrder).
+  /// Otherwise they are read as they lie: a page of one head and then that page of the next.
   bool follows_sums = true;
   Prefetch prefetch = Prefetch::across;
   /// Whether a block whose sums do not fit in registers reads a few of a tile's values at a time through all
