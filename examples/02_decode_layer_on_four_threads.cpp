@@ -16,17 +16,25 @@ namespace {
 using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
 using Matrix = std::vector<float>;  // row-major, one row per output feature
 
-constexpr helix::ModelShape kShape{
-    .num_query_heads = 8, .num_kv_heads = 2, .head_dim = 32, .value_dim = 32, .hidden = 128, .ffn = 256};
+constexpr std::int64_t kHeadDim = 32, kHidden = 128, kFfn = 256;
+constexpr helix::ModelShape kShape{.num_query_heads = 8,
+                                   .num_kv_heads = 2,
+                                   .head_dim = kHeadDim,
+                                   .value_dim = kHeadDim,
+                                   .hidden = kHidden,
+                                   .ffn = kFfn};
+constexpr std::int64_t kQueryRows = kShape.num_query_heads * kHeadDim;
+constexpr std::int64_t kKvRows = kShape.num_kv_heads * kHeadDim;
 constexpr int kPrompt = 50;
 constexpr int kSteps = 8;
 
 /// The weights of the whole layer, as a checkpoint holds them, and the input tokens.
 struct Model {
   std::mt19937 generator{7};
-  Matrix norm = random(1, kShape.hidden), q = random(8 * 32, 128), k = random(2 * 32, 128),
-         v = random(2 * 32, 128), o = random(128, 8 * 32), gate = random(256, 128), up = random(256, 128),
-         down = random(128, 256), tokens = random(kPrompt + kSteps, 128), frequency = random(1, 16);
+  Matrix norm = random(1, kHidden), q = random(kQueryRows, kHidden), k = random(kKvRows, kHidden),
+         v = random(kKvRows, kHidden), o = random(kHidden, kQueryRows), gate = random(kFfn, kHidden),
+         up = random(kFfn, kHidden), down = random(kHidden, kFfn), tokens = random(kPrompt + kSteps, kHidden),
+         frequency = random(1, kHeadDim / 2);
 
   Matrix random(std::int64_t rows, std::int64_t cols) {
     std::normal_distribution<float> normal(0.0f, 1.0f / std::sqrt(static_cast<float>(cols)));
@@ -59,21 +67,23 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
 
   // Take this rank's slices of the weights; the topology says which. W_o is sliced by combined_heads, not by
   // the rank number: the exchange decides which heads a rank holds afterwards.
-  const auto heads = [](helix::Range r) { return helix::Range{r.begin * 32, r.end * 32}; };
+  const auto heads = [](helix::Range r) { return helix::Range{r.begin * kHeadDim, r.end * kHeadDim}; };
   const helix::Range q = heads(topo.query_heads(rank)), kv = heads(topo.kv_heads(rank));
-  const Matrix qkv = rows(model.q, 128, q) + rows(model.k, 128, kv) + rows(model.v, 128, kv);
-  const Matrix o = columns(model.o, 8 * 32, heads(topo.combined_heads(rank)));
-  const Matrix gate_up = rows(model.gate, 128, topo.ffn(rank)) + rows(model.up, 128, topo.ffn(rank));
-  const Matrix down = columns(model.down, 256, topo.ffn(rank));
-  const helix::GqaWeights attention{.qkv = view(qkv, 128),
-                                    .o = view(o, topo.combined_heads(rank).size() * 32)};
-  const helix::DenseFfnWeights ffn{.gate_up = view(gate_up, 128), .down = view(down, topo.ffn(rank).size())};
-  const helix::LayerWeights weights{.input_norm = view(model.norm, 128),
-                                    .post_attention_norm = view(model.norm, 128),
+  const Matrix qkv = rows(model.q, kHidden, q) + rows(model.k, kHidden, kv) + rows(model.v, kHidden, kv);
+  const Matrix o = columns(model.o, kQueryRows, heads(topo.combined_heads(rank)));
+  const Matrix gate_up = rows(model.gate, kHidden, topo.ffn(rank)) + rows(model.up, kHidden, topo.ffn(rank));
+  const Matrix down = columns(model.down, kFfn, topo.ffn(rank));
+  const helix::GqaWeights attention{.qkv = view(qkv, kHidden),
+                                    .o = view(o, topo.combined_heads(rank).size() * kHeadDim)};
+  const helix::DenseFfnWeights ffn{.gate_up = view(gate_up, kHidden),
+                                   .down = view(down, topo.ffn(rank).size())};
+  const helix::LayerWeights weights{.input_norm = view(model.norm, kHidden),
+                                    .post_attention_norm = view(model.norm, kHidden),
                                     .attention = attention,
                                     .ffn = ffn};
-  const helix::LayerConfig config{.softmax_scale = 1.0f / std::sqrt(32.0f),
-                                  .rope = {.inverse_frequency = model.frequency.data(), .rotary_dim = 32}};
+  const helix::LayerConfig config{
+      .softmax_scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim)),
+      .rope = {.inverse_frequency = model.frequency.data(), .rotary_dim = kHeadDim}};
 
   // All memory is allocated once, before the first step.
   helix::ShardedKVCache<Backend> cache(backend, topo,
@@ -93,11 +103,11 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
     const int count = step == 0 ? kPrompt : 1;
     std::vector<std::int64_t> positions;
     for (int t = 0; t < count; ++t) positions.push_back(first + t);
-    hidden = rows(model.tokens, 128, {first, first + count});
+    hidden = rows(model.tokens, kHidden, {first, first + count});
     cache.append(sequence, count, stream);
     batch.set(std::vector<std::int32_t>{0, count}, positions, std::vector{cache.slot(sequence)}, stream);
     helix::decode_layer(
-        backend, shape, config, weights, cache.layer(0), batch.batch(), {hidden.data(), {count, 128}},
+        backend, shape, config, weights, cache.layer(0), batch.batch(), {hidden.data(), {count, kHidden}},
         {.exchange = &exchange, .hop_b = &hop_b, .workspace = {workspace.data(), workspace.size_bytes()}},
         stream);
     backend.synchronize(stream);
@@ -115,10 +125,10 @@ int main() {
       run_rank(model, helix::Topology({}, kShape), helix::cpu::LocalComm::create_group(1)[0]);
 
   const helix::Topology topo({.kvp = 2, .tpa = 2}, kShape);
-  std::vector<Matrix> results(4);
-  std::vector<std::exception_ptr> failures(4);
+  std::vector<Matrix> results(static_cast<std::size_t>(topo.stage_size()));
+  std::vector<std::exception_ptr> failures(results.size());
   std::vector<std::thread> ranks;
-  for (helix::cpu::LocalComm& comm : helix::cpu::LocalComm::create_group(4)) {
+  for (helix::cpu::LocalComm& comm : helix::cpu::LocalComm::create_group(topo.stage_size())) {
     ranks.emplace_back([&, comm]() mutable {
       const auto rank = static_cast<std::size_t>(comm.rank());
       try {
@@ -142,6 +152,6 @@ int main() {
       worst = std::max(worst, difference);
     }
   }
-  std::printf("largest difference between four ranks and one: %.1e\n", worst);
+  std::printf("largest difference between %d ranks and one: %.1e\n", topo.stage_size(), worst);
   return worst < 1e-5f ? 0 : 1;
 }

@@ -201,7 +201,8 @@ void engine_attention(const Model& model, const helix::KvView& kv, const helix::
 void run_rank(EngineComm comm, const Model& model, float* combined) {
   const helix::KvLayout layout(kKvp, kChunk);
   const std::int64_t local_tokens = layout.length(kContext, comm.rank());
-  const std::int64_t blocks = (local_tokens + kBlock - 1) / kBlock;
+  // A pool has one block at least, even if no token of a short context lies on this rank.
+  const std::int64_t blocks = std::max<std::int64_t>(1, (local_tokens + kBlock - 1) / kBlock);
   std::vector<float> pool(static_cast<std::size_t>(2 * blocks * kBlock * kKvHeads * kDim));
   std::vector<std::int32_t> table;
   for (std::int64_t i = blocks; i-- > 0;) table.push_back(static_cast<std::int32_t>(i));  // any order

@@ -86,7 +86,8 @@ void run_rank(const helix::cuda::NcclComm& comm, const Model& model, std::vector
 
   const helix::KvLayout layout(size, kChunk);
   const std::int64_t local_tokens = layout.length(kContext, rank);
-  const std::int64_t blocks = (local_tokens + kBlock - 1) / kBlock;
+  // A pool has one block at least, even if no token of a short context lies on this rank.
+  const std::int64_t blocks = std::max<std::int64_t>(1, (local_tokens + kBlock - 1) / kBlock);
   const helix::VllmKvArgs pool{.dtype = helix::DType::bf16,
                                .num_blocks = blocks,
                                .block_size = kBlock,

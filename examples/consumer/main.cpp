@@ -68,7 +68,10 @@ int main() {
   config.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim));
   config.rope = {.inverse_frequency = inverse_frequency.data(), .rotary_dim = kHeadDim};
 
-  helix::ShardedKVCache<Backend> cache(backend, topo, {.num_layers = 1, .page_tokens = 16, .num_pages = 4});
+  constexpr std::int64_t kPageTokens = 16;
+  helix::ShardedKVCache<Backend> cache(
+      backend, topo,
+      {.num_layers = 1, .page_tokens = kPageTokens, .num_pages = (kSteps + kPageTokens - 1) / kPageTokens});
   const helix::RankShape shape = topo.rank_shape(/*stage_rank=*/0);
   helix::KvpAllToAll<Backend> exchange(backend, helix::KvpAllToAllSpec::of_layers(shape, /*max_tokens=*/1));
   helix::HopB<Backend> hop_b(backend, /*max_slices=*/1);

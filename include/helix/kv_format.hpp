@@ -168,7 +168,7 @@ struct KvView {
   void* k = nullptr;           ///< First key row: token 0 of head 0 in page 0.
   void* v = nullptr;           ///< First value row; latent: null.
   void* rope = nullptr;        ///< Latent only: column value_dim of the first key row.
-  std::int64_t num_pages = 0;  ///< Pages of the pool; page ids in the table are below it.
+  std::int64_t num_pages = 0;  ///< Pages of the pool, 1 at least; page ids in the table are below it.
   /// [num_heads] scales of keys, device memory, fp8_e4m3 only: stored * scale = value, above 0; null means 1.
   const float* k_scale = nullptr;
   /// [num_heads] scales of values, as k_scale. Latent: null, because k_scale serves the whole row.
