@@ -2,6 +2,7 @@
 // The one exception type of the library, and the check that throws it.
 #pragma once
 
+#include <charconv>
 #include <concepts>
 #include <cstdint>
 #include <cstdio>
@@ -9,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include <helix/export.hpp>
 
@@ -69,7 +71,7 @@ class MessagePart {
   template <std::integral Int>
   MessagePart(Int value) : number_(std::to_string(value)), text_(number_) {}  // NOLINT
   template <std::floating_point Real>
-  MessagePart(Real value) : number_(shortest(static_cast<double>(value))), text_(number_) {}  // NOLINT
+  MessagePart(Real value) : number_(in_digits(value)), text_(number_) {}  // NOLINT
 
   MessagePart(const void* address) : number_(in_hex(address)), text_(number_) {}  // NOLINT
 
@@ -79,10 +81,17 @@ class MessagePart {
   std::string_view text() const { return text_; }
 
  private:
-  static std::string shortest(double value) {
-    char digits[32];
-    std::snprintf(digits, sizeof digits, "%g", value);
-    return digits;
+  /// A float is what somebody gave: the fewest digits that mean it and no other, so that 1.0000001 is not 1.
+  /// A double is mostly computed: six digits.
+  template <std::floating_point Real>
+  static std::string in_digits(Real value) {
+    char digits[64];
+    if constexpr (std::is_same_v<Real, float>) {
+      return {digits, std::to_chars(digits, digits + sizeof digits, value, std::chars_format::general).ptr};
+    } else {
+      std::snprintf(digits, sizeof digits, "%g", static_cast<double>(value));
+      return digits;
+    }
   }
 
   static std::string in_hex(const void* address) {

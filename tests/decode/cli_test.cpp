@@ -399,6 +399,7 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
        {"--prefill-tokens is given beside --synthetic-context"}},
       {model_option("deepseek-tiny") + "--synthetic-context 10 --mla-prefill absorbed",
        {"--mla-prefill is given beside --synthetic-context"}},
+      {model_option("llama-tiny") + kIds + "--hop-b 010", {"--hop-b is '010'"}},
       {model_option("llama-tiny") + kIds + "--kvp 2 --kvp 4", {"--kvp is given twice (2, 4); give it once"}},
       {model_option("llama-tiny") + kIds + "--chunk 16 --chunk=32 --chunk 64",
        {"--chunk is given 3 times (16, 32, 64); give it once"}},

@@ -61,6 +61,24 @@ TEST_CASE("a generation's pages hold its longest sequences", "[quick]") {
   CHECK(spec.num_pages == 2 + 1 + 3);
 }
 
+TEST_CASE("rows of fp8_ds_mla are refused for latents that they do not fit", "[quick]") {
+  ModelShape shape = small_shape();
+  shape.num_kv_heads = 1;
+  shape.mla = MlaShape{.kv_lora_rank = 33, .qk_nope_head_dim = 8, .qk_rope_head_dim = 2, .v_head_dim = 8};
+  shape.head_dim = 35;
+  shape.value_dim = 33;
+  decode::GenerationRequest request;
+  request.prompts = {decode::TokenIds(7, 1)};
+  request.kv_dtype = DType::fp8_ds_mla;
+  decode::ModelConfig config;
+  config.shape = shape;
+  CHECK_THROWS_WITH(check_request(request, config, Topology({}, shape)),
+                    Catch::Matchers::ContainsSubstring("latents have 33 columns and 2 of rope"));
+  config.shape = small_shape();
+  CHECK_THROWS_WITH(check_request(request, config, Topology({}, small_shape())),
+                    Catch::Matchers::ContainsSubstring("no latent attention"));
+}
+
 TEST_CASE("prompts that may be expanded warm up with blocks of every size that they may have", "[quick]") {
   using Lengths = std::vector<std::int64_t>;
   ModelShape shape = small_shape();

@@ -394,7 +394,7 @@ TEST_CASE("bad lines name the value and what to do, and a cancelled request ends
              ContainsSubstring("not valid JSON"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"top_p\":2}"), ContainsSubstring("top_p is 2"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"top_p\":18446744073709551615}"),
-             ContainsSubstring("top_p is 1.84467e+19"));
+             ContainsSubstring("top_p is 1.8446744e+19"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"log_probs\":21}"), ContainsSubstring("0 to 20"));
   std::string stops = "0";
   for (int i = 0; i < 1024; ++i) stops += ",0";

@@ -104,7 +104,7 @@ void check_ranks(const ModelShape& shape, const TopologySpec& spec, std::int64_t
     const SequenceId sequence = cache.add();
     cache.append(sequence, tokens, stream);
     const Range heads = topo.kv_heads(rank);
-    fill_synthetic_kv(backend, cache, sequence, tokens, layers, heads, stream, false);
+    fill_synthetic_kv(backend, cache, sequence, tokens, layers, heads, stream, false, [] {});
     check_stored<T>(backend, cache, sequence, heads, layers, scales);
   }
 }

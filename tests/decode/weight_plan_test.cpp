@@ -327,6 +327,14 @@ TEST_CASE("missing and misshapen tensors are listed with both shapes") {
              Catch::Matchers::ContainsSubstring("model.norm.weight is [23], the config implies [24]"));
   CHECK_THAT(message, Catch::Matchers::ContainsSubstring(
                           "model.layers.0.mlp.down_proj.weight is [24, 47], the config implies [24, 48]"));
+
+  for (auto& tensor : tensors) {
+    if (tensor.name == "model.norm.weight") tensor = filled(tensor.name, 24, 1);
+  }
+  model.directory().write("model.safetensors", safetensors_of(tensors));
+  CHECK_THAT(
+      failure_of_plan(model, ErrorCode::invalid_file),
+      Catch::Matchers::ContainsSubstring("model.norm.weight is [24, 1], the config implies [24] or [1, 24]"));
 }
 
 TEST_CASE("a config of a million layers over a small file fails fast") {

@@ -8,6 +8,8 @@
 #include <csignal>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <string>
 
 #include <sys/mman.h>
 #include <sys/uio.h>
@@ -30,27 +32,45 @@ struct Known {
   std::array<char, kMaxName> name{};
 };
 
-/// The mappings that the handler can name. Further files are mapped too, but a SIGBUS on one of them ends the
-/// process without naming the file.
-std::array<Known, 512> g_known;
+/// Mappings, and the next ones if there are more. Blocks are never freed, so the handler may walk them.
+struct KnownBlock {
+  std::array<Known, 256> mappings;
+  std::atomic<KnownBlock*> next{nullptr};
+};
+
+KnownBlock g_known;
 const char* g_program = "";
+
+/// The block after `block`, which is made if there is none.
+KnownBlock& block_after(KnownBlock& block) {
+  KnownBlock* next = block.next.load();
+  if (next != nullptr) return *next;
+  auto made = std::make_unique<KnownBlock>();
+  if (!block.next.compare_exchange_strong(next, made.get())) return *next;  // another thread was faster
+  return *made.release();
+}
 
 void enter(std::span<const std::byte> bytes, const std::string& path) {
   const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
-  for (Known& known : g_known) {
-    std::uintptr_t expected = 0;
-    if (!known.begin.compare_exchange_strong(expected, 1)) continue;
-    std::strncpy(known.name.data(), one_line(path).c_str(), known.name.size() - 1);
-    known.end.store(begin + bytes.size());
-    known.begin.store(begin);
-    return;
+  const std::string name = one_line(path);
+  for (KnownBlock* block = &g_known;; block = &block_after(*block)) {
+    for (Known& known : block->mappings) {
+      std::uintptr_t expected = 0;
+      if (!known.begin.compare_exchange_strong(expected, 1)) continue;
+      std::strncpy(known.name.data(), name.c_str(), known.name.size() - 1);
+      known.end.store(begin + bytes.size());
+      known.begin.store(begin);
+      return;
+    }
   }
 }
 
 void leave(std::span<const std::byte> bytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
-  for (Known& known : g_known) {
-    if (known.begin.load() == begin) known.begin.store(0);
+  for (KnownBlock* block = &g_known; block != nullptr; block = block->next.load()) {
+    for (Known& known : block->mappings) {
+      if (known.begin.load() == begin) known.begin.store(0);
+    }
   }
 }
 
@@ -77,10 +97,12 @@ int advise(std::span<const std::byte> bytes, int advice) noexcept {
 
 void on_bus_error(int signal, siginfo_t* info, void*) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
-  for (const Known& known : g_known) {
-    const std::uintptr_t begin = known.begin.load();
-    if (begin <= 1 || address < begin || address >= known.end.load()) continue;
-    end_process(known.name.data());
+  for (const KnownBlock* block = &g_known; block != nullptr; block = block->next.load()) {
+    for (const Known& known : block->mappings) {
+      const std::uintptr_t begin = known.begin.load();
+      if (begin <= 1 || address < begin || address >= known.end.load()) continue;
+      end_process(known.name.data());
+    }
   }
   // The handler returns, the access repeats, and the default action ends the process.
   std::signal(signal, SIG_DFL);
@@ -94,7 +116,12 @@ MappedFile::MappedFile(const RegularFile& file) {
   void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
   HELIX_EXPECTS(address != MAP_FAILED, ErrorCode::io, file.path(), ": cannot map: ", std::strerror(errno));
   bytes_ = {static_cast<const std::byte*>(address), size};
-  enter(bytes_, file.path());
+  try {
+    enter(bytes_, file.path());
+  } catch (...) {  // out of memory
+    ::munmap(address, size);
+    throw;
+  }
 }
 
 MappedFile::~MappedFile() {

@@ -21,6 +21,7 @@
 #include "cli/launch_mpi.hpp"
 #include "cli/machine.hpp"
 #include "cli/rank_threads.hpp"
+#include "files/reason.hpp"
 #include "generate/request_plan.hpp"
 
 namespace helix::decode {
@@ -40,7 +41,7 @@ Failure describe(const std::exception_ptr& failure) {
   } catch (const Error& error) {
     return {error.code(), error.what()};
   } catch (const std::exception& error) {
-    return {ErrorCode::internal, error.what()};
+    return {ErrorCode::internal, reason_of(error)};
   }
 }
 

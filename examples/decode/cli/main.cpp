@@ -27,6 +27,7 @@
 #include "cli/warnings.hpp"
 #include "examples/nccl_environment.hpp"
 #include "files/output_file.hpp"
+#include "files/reason.hpp"
 #include "files/standard_streams.hpp"
 #include "files/strict_json.hpp"
 #include "serve/frontend.hpp"
@@ -155,7 +156,7 @@ int main(int argc, char** argv) {
         return 0;
       }
     } catch (const std::exception& error) {
-      statement.error = error.what();
+      statement.error = reason_of(error);
     }
     launcher =
         find_launcher(options ? options->device : named_device(argc, argv),
@@ -170,7 +171,7 @@ int main(int argc, char** argv) {
         if (launcher->has_processes())
           statement.fields = job->fields(launcher->processor());  // this reads samples of all weights
       } catch (const std::exception& error) {
-        statement.error = error.what();
+        statement.error = reason_of(error);
       }
     }
     if (job) {
@@ -185,7 +186,7 @@ int main(int argc, char** argv) {
     return 0;
   } catch (const std::exception& error) {
     const bool is_told = launcher->all_fail_alike();
-    const std::string reason = one_line(error.what());
+    const std::string reason = one_line(reason_of(error));
     const std::string message = !is_told                ? launcher->fail(reason)
                                 : launcher->rank() == 0 ? reason
                                                         : std::string();

@@ -28,7 +28,8 @@ void parse_hop_b(const std::string& text, GenerationRequest& request) {
   } else {
     int slices = 0;
     const auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), slices);
-    HELIX_EXPECTS(code == std::errc() && end == text.data() + text.size() && slices >= 1 && slices <= 64,
+    HELIX_EXPECTS(code == std::errc() && end == text.data() + text.size() && text.front() != '0' &&
+                      slices >= 1 && slices <= 64,
                   ErrorCode::invalid_argument, "--hop-b is '", text,
                   "'; give a number of slices in [1, 64], auto or off");
     request.hop_b_slices = slices;

@@ -14,6 +14,7 @@
 #include <helix/job_comms.hpp>
 #include <helix/topology.hpp>
 
+#include "files/reason.hpp"
 #include "generate/generate.hpp"
 
 namespace helix::decode {
@@ -46,7 +47,7 @@ GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_back
       if (rank == 0) result = std::move(mine);
     } catch (const std::exception& error) {
       failures[rank] = std::current_exception();
-      world[rank].abort(error.what());
+      world[rank].abort(reason_of(error));
     }
   });
   throw_root_failure(failures);

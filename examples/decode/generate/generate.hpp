@@ -9,6 +9,7 @@
 #include <helix/topology.hpp>
 
 #include "checkpoint/checkpoint.hpp"
+#include "files/reason.hpp"
 #include "generate/generation.hpp"
 #include "generate/generation_loop.hpp"
 #include "generate/measure.hpp"
@@ -68,11 +69,11 @@ GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm&
     } catch (const std::exception& error) {
       model.drop_captured_steps();
       // Before the model's streams drain: they may wait for other ranks.
-      world.abort(error.what());
+      world.abort(reason_of(error));
       throw;
     }
   } catch (const std::exception& error) {
-    world.abort(error.what());
+    world.abort(reason_of(error));
     throw;
   }
 }

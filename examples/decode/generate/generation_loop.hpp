@@ -104,12 +104,16 @@ class GenerationLoop {
 
   void fill_synthetic_contexts() {
     const Range layers = topo_.layers(at_.stage);
+    std::int64_t most_layers = 0;  // of a stage: a replica's ranks must have equally many pieces of work
+    for (int stage = 0; stage < topo_.pp(); ++stage)
+      most_layers = std::max(most_layers, topo_.layers(stage).size());
     for (SequenceProgress& sequence : sequences_) {
       model_.cache().append(sequence.id, request_.synthetic_context, model_.stream());
       fill_synthetic_kv(backend_, model_.cache(), sequence.id, request_.synthetic_context, layers,
-                        topo_.kv_heads(at_.stage_rank), model_.stream(), show_progress_);
+                        topo_.kv_heads(at_.stage_rank), model_.stream(), show_progress_,
+                        [this] { roll_call_.work_goes_on(); });
+      for (std::int64_t layer = layers.size(); layer < most_layers; ++layer) roll_call_.work_goes_on();
       sequence.pending = kSyntheticFirstToken;
-      roll_call_.work_goes_on();
     }
   }
 

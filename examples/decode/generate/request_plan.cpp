@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <helix/error.hpp>
+#include <helix/kv_format.hpp>
 #include <helix/limits.hpp>
 #include <helix/page_ledger.hpp>
 #include <helix/plan/memory.hpp>
@@ -108,8 +109,14 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
   HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),
                 ErrorCode::invalid_argument, "there are ", request.teacher.size(), " teacher sequences for ",
                 request.num_sequences(), " prompts; give one each");
-  HELIX_EXPECTS(request.kv_dtype != DType::fp8_ds_mla || topo.shape().is_mla(), ErrorCode::invalid_argument,
+  const ModelShape& shape = topo.shape();
+  const bool is_mixed = request.kv_dtype == DType::fp8_ds_mla;
+  HELIX_EXPECTS(!is_mixed || shape.is_mla(), ErrorCode::invalid_argument,
                 "kv_dtype is fp8_ds_mla, but the model has no latent attention; give fp8_e4m3");
+  HELIX_EXPECTS(!is_mixed || detail::fits_mixed_rows(shape.head_dim, shape.value_dim),
+                ErrorCode::invalid_argument, "kv_dtype is fp8_ds_mla, but the model's latents have ",
+                shape.value_dim, " columns and ", shape.head_dim - shape.value_dim,
+                " of rope, where a multiple of 4 and an even number are needed; give fp8_e4m3 or bf16");
   check_sampling(request.sampling);
   check_penalties(request.penalties);
   HELIX_EXPECTS(!request.penalties.any() || request.teacher.empty(), ErrorCode::invalid_argument,

@@ -33,11 +33,13 @@ concept SyntheticKvBackend = requires(B& backend, const SyntheticKvArgs& args, t
 };
 
 /// Writes positions [0, tokens) of `sequence` in layers `layers` and KV heads `heads` of the model, only the
-/// part that this rank owns. The sequence must already have `tokens` tokens. Waits for the stream.
-template <DecoderBackend B>
+/// part that this rank owns. The sequence must already have `tokens` tokens. Calls after_layer() for each
+/// layer. Waits for the stream.
+template <DecoderBackend B, class Call>
 requires SyntheticKvBackend<B>
 void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& sequence, std::int64_t tokens,
-                       Range layers, Range heads, typename B::Stream stream, bool /*show_progress*/) {
+                       Range layers, Range heads, typename B::Stream stream, bool /*show_progress*/,
+                       const Call& after_layer) {
   for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
     backend.fill_synthetic_kv({.kv = cache.layer(static_cast<int>(layer - layers.begin)),
                                .sequence_slot = cache.slot(sequence),
@@ -45,21 +47,24 @@ void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& s
                                .layer = layer,
                                .first_head = heads.begin},
                               stream);
+    after_layer();
   }
   backend.synchronize(stream);
 }
 
 /// The same for backends in host memory: all threads of the rank write to the pages.
-template <DecoderBackend B>
+template <DecoderBackend B, class Call>
 requires HostMemoryBackend<B>
 void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& sequence, std::int64_t tokens,
-                       Range layers, Range heads, typename B::Stream stream, bool show_progress) {
+                       Range layers, Range heads, typename B::Stream stream, bool show_progress,
+                       const Call& after_layer) {
   backend.synchronize(stream);  // brings the page table up to date
   Progress progress("synthetic KV", tokens * layers.size(), show_progress);
   for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
     fill_synthetic_layer(cache.layer(static_cast<int>(layer - layers.begin)), cache.slot(sequence), tokens,
                          layer, heads.begin, backend.thread_pool());
     progress.update((layer + 1 - layers.begin) * tokens);
+    after_layer();
   }
 }
 

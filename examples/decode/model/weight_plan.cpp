@@ -346,8 +346,10 @@ class PlanBuilder {
     if (fits) return entry;
     const std::array<std::int64_t, 2> expected = {rows, cols};
     const std::span<const std::int64_t> wanted(expected);
-    note(tensor + " is " + shape_string(shape) + ", the config implies " +
-         shape_string(rows == 1 && shape.size() != 2 ? wanted.last(1) : wanted));
+    const std::string as_vector = rows == 1 ? shape_string(wanted.last(1)) : "";
+    const std::string as_matrix = rows == 1 && shape.size() != 2 ? "" : shape_string(wanted);
+    note(tensor + " is " + shape_string(shape) + ", the config implies " + as_vector +
+         (as_vector.empty() || as_matrix.empty() ? "" : " or ") + as_matrix);
     return {};
   }
 
