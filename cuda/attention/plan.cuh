@@ -106,6 +106,7 @@ __device__ inline int query_rows(const AttentionParams& p, int b) {
 /// The span of `num_rows` query rows of sequence `b` from `row` on.
 template <bool kCalls>
 __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row, int num_rows) {
+  const std::int64_t slot = p.sequence_slots[b];  // asked for before positions are
   const int first_token = p.query_offsets[b];
   std::int64_t begin = INT64_MAX;
   std::int64_t end = 0;
@@ -116,10 +117,10 @@ __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row
     begin = min(begin, seen.begin);
     end = max(end, seen.end);
   }
-  if (end == 0) return {{first_token, row, num_rows}, 0, 0, 0};  // its slot may be anything
+  // The slot of a sequence that sees nothing may be anything.
   return {{first_token, row, num_rows},
-          p.lists.first_of(p.sequence_slots[b]),
-          static_cast<int>(begin),
+          end > 0 ? p.lists.first_of(slot) : 0,
+          end > 0 ? static_cast<int>(begin) : 0,
           static_cast<int>(end)};
 }
 
