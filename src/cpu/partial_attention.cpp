@@ -280,7 +280,7 @@ class PartialAttention {
       task.soft_cap = detail::effective_soft_cap(args_.soft_cap);
       task.variant = variant_;
       task.sum_order = sum_order_;
-      set_source(task, head, args_.batch.sequence_slots[unit.sequence], unit.begin < unit.end);
+      set_source(task, unit, head);
       set_target(task, unit, split, head);
     }
     attend(tasks.data(), num_tasks, scratch_ + thread * scratch_floats_);
@@ -302,8 +302,8 @@ class PartialAttention {
            format.rope.page == format.k.page && format.rope.token == format.k.token;
   }
 
-  /// Sets what the task reads of the cache. Unless it `has_tokens`, its slot was not checked.
-  void set_source(AttentionTask& task, std::int64_t head, std::int64_t slot, bool has_tokens) const {
+  /// Sets what the task reads of the cache.
+  void set_source(AttentionTask& task, const Unit& unit, std::int64_t head) const {
     const KvView& kv = args_.kv;
     const KvFormat& format = kv.format;
     task.keys = rows_of(kv.k, format.k, head);
@@ -311,7 +311,9 @@ class PartialAttention {
     if (format.is_latent && !is_joined_latent()) task.rope = rows_of(kv.rope, format.rope, head);
     task.dtype = format.dtype;
     task.page_tokens = format.page_tokens;
-    if (has_tokens) task.page_table = kv.page_table + kv.first_page_of(slot);
+    if (unit.begin < unit.end) {  // else nobody has checked the slot
+      task.page_table = kv.page_table + kv.first_page_of(args_.batch.sequence_slots[unit.sequence]);
+    }
     task.head_dim = format.head_dim;
     task.value_dim = format.value_dim;
     const float k_scale = scale_of(kv.k_scale, head);

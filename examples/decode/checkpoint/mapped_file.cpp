@@ -65,13 +65,19 @@ void enter(std::span<const std::byte> bytes, const std::string& path) {
   }
 }
 
+/// Calls use(known) for each place of each block.
+template <class Use>
+void for_each_known(const Use& use) {
+  for (KnownBlock* block = &g_known; block != nullptr; block = block->next.load()) {
+    for (Known& known : block->mappings) use(known);
+  }
+}
+
 void leave(std::span<const std::byte> bytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
-  for (KnownBlock* block = &g_known; block != nullptr; block = block->next.load()) {
-    for (Known& known : block->mappings) {
-      if (known.begin.load() == begin) known.begin.store(0);
-    }
-  }
+  for_each_known([&](Known& known) {
+    if (known.begin.load() == begin) known.begin.store(0);
+  });
 }
 
 /// Ends the process with one line, written by one call, however many threads get here at once.
@@ -97,13 +103,10 @@ int advise(std::span<const std::byte> bytes, int advice) noexcept {
 
 void on_bus_error(int signal, siginfo_t* info, void*) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
-  for (const KnownBlock* block = &g_known; block != nullptr; block = block->next.load()) {
-    for (const Known& known : block->mappings) {
-      const std::uintptr_t begin = known.begin.load();
-      if (begin <= 1 || address < begin || address >= known.end.load()) continue;
-      end_process(known.name.data());
-    }
-  }
+  for_each_known([&](const Known& known) {
+    const std::uintptr_t begin = known.begin.load();
+    if (begin > 1 && address >= begin && address < known.end.load()) end_process(known.name.data());
+  });
   // The handler returns, the access repeats, and the default action ends the process.
   std::signal(signal, SIG_DFL);
 }

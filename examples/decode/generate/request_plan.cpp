@@ -230,15 +230,14 @@ WarmUp plan_warm_up(const GenerationRequest& request, const Topology& topo, int 
 
 namespace {
 
-plan::KvPages pages_of(const GenerationRequest& request, const Topology& topo, std::int64_t layers,
-                       std::int64_t chunk) {
+plan::KvPages pages_of(const GenerationRequest& request, const Topology& topo, std::int64_t layers) {
   const ModelShape& shape = topo.shape();
   return {
       .element_bits = 8 * static_cast<std::int64_t>(size_bytes(request.kv_dtype)),
       .row_bytes = shape.is_mla() ? latent_row_bytes(request.kv_dtype, shape.head_dim, shape.value_dim) : 0,
       .num_layers = layers,
       .page_tokens = request.page_tokens,
-      .chunk = chunk};
+      .chunk = request.chunk};
 }
 
 }  // namespace
@@ -246,13 +245,13 @@ plan::KvPages pages_of(const GenerationRequest& request, const Topology& topo, s
 std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology& topo,
                                 const RankCoordinates& at) {
   const KvCacheSpec cache = plan_cache(request, topo, at.stage, at.replica);
-  const plan::KvPages pages = pages_of(request, topo, cache.num_layers, cache.page_tokens);
+  const plan::KvPages pages = pages_of(request, topo, cache.num_layers);
   return saturating_product(cache.num_pages, plan::kv_page_bytes(topo, at.stage_rank, pages));
 }
 
 std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,
                               const RankCoordinates& at, std::int64_t sequence) {
-  const plan::KvPages pages = pages_of(request, topo, topo.layers(at.stage).size(), request.chunk);
+  const plan::KvPages pages = pages_of(request, topo, topo.layers(at.stage).size());
   const std::int64_t length = request.longest_length(sequence);
   return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
 }

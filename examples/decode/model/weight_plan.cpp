@@ -346,10 +346,12 @@ class PlanBuilder {
     if (fits) return entry;
     const std::array<std::int64_t, 2> expected = {rows, cols};
     const std::span<const std::int64_t> wanted(expected);
-    const std::string as_vector = rows == 1 ? shape_string(wanted.last(1)) : "";
-    const std::string as_matrix = rows == 1 && shape.size() != 2 ? "" : shape_string(wanted);
-    note(tensor + " is " + shape_string(shape) + ", the config implies " + as_vector +
-         (as_vector.empty() || as_matrix.empty() ? "" : " or ") + as_matrix);
+    const std::string vector = rows == 1 ? shape_string(wanted.last(1)) : "";
+    const std::string matrix = shape_string(wanted);
+    note(tensor + " is " + shape_string(shape) + ", the config implies " +
+         (rows != 1           ? matrix
+          : shape.size() == 2 ? vector + " or " + matrix
+                              : vector));
     return {};
   }
 

@@ -23,6 +23,7 @@
 #include <helix/error.hpp>
 #include <helix/topology.hpp>
 
+#include "files/reason.hpp"
 #include "generate/gather_results.hpp"
 #include "generate/generation.hpp"
 #include "generate/measure.hpp"
@@ -84,7 +85,7 @@ class ServeLoop {
     try {
       serve();
     } catch (const std::exception& error) {
-      if (is_root()) tell_failure(error.what());
+      if (is_root()) tell_failure(reason_of(error));
       throw;
     }
   }
