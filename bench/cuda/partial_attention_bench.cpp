@@ -91,6 +91,13 @@ constexpr Case portable(Case c) {
 
 constexpr DType kFp8 = DType::fp8_e4m3;
 constexpr DType kMixed = DType::fp8_ds_mla;
+
+/// The same case over e4m3.
+constexpr Case e4m3(Case c) {
+  c.kv_dtype = kFp8;
+  return c;
+}
+
 constexpr Layout kTokenMajor = Layout::token_major;
 
 constexpr Case kCases[] = {
@@ -108,6 +115,15 @@ constexpr Case kCases[] = {
     {.batch = 64, .tokens = 8192},
     {.query_heads = 32, .batch = 8, .tokens = 131072},
     {.query_heads = 128, .batch = 8, .tokens = 131072},
+    // Many short sequences.
+    {.query_heads = 32, .batch = 256, .tokens = 64},
+    {.query_heads = 32, .batch = 256, .tokens = 256},
+    {.query_heads = 8, .kv_heads = 1, .batch = 256, .tokens = 64},
+    {.query_heads = 8, .kv_heads = 1, .batch = 256, .tokens = 256},
+    e4m3({.query_heads = 32, .batch = 256, .tokens = 64}),
+    e4m3({.query_heads = 32, .batch = 256, .tokens = 256}),
+    e4m3({.query_heads = 8, .kv_heads = 1, .batch = 256, .tokens = 64}),
+    e4m3({.query_heads = 8, .kv_heads = 1, .batch = 256, .tokens = 256}),
     // Token-major pages.
     {.batch = 64, .tokens = 131072, .layout = kTokenMajor},
     {.batch = 64, .tokens = 131072, .page_tokens = 16, .layout = kTokenMajor},
@@ -136,6 +152,8 @@ constexpr Case kCases[] = {
     {.batch = 8, .tokens = 131072, .head_dim = 256, .kv_dtype = kFp8},
     {.batch = 8, .tokens = 131072, .page_tokens = 16, .layout = kTokenMajor, .kv_dtype = kFp8},
     {.batch = 8, .tokens = 131072, .queries = 4, .kv_dtype = kFp8},
+    {.batch = 8, .tokens = 131072, .queries = 8, .kv_dtype = kFp8},
+    {.batch = 8, .tokens = 131072, .queries = 16, .kv_dtype = kFp8},
     {.batch = 8, .tokens = 131072, .kv_dtype = DType::f16},
     {.batch = 8, .tokens = 65536, .head_dim = 64},
     {.batch = 8, .tokens = 65536, .head_dim = 80},
@@ -175,6 +193,12 @@ constexpr Case kCases[] = {
     prefill(64, 4096, 126976),
     prefill(64, 512, 32768),
     prefill(64, 2048, 30720),
+    e4m3(prefill(32, 4096, 0)),
+    e4m3(prefill(32, 4096, 28672)),
+    e4m3(prefill(32, 512, 32768)),
+    e4m3(prefill(64, 4096, 28672)),
+    e4m3(prefill(32, 4096, 28672, 64)),
+    e4m3(prefill(32, 4096, 28672, 256)),
     prefill(32, 4096, 0, 64),
     prefill(32, 4096, 28672, 64),
     prefill(64, 4096, 0, 64),

@@ -63,6 +63,8 @@ struct AttentionKernel {
 /// wgmma of compute capability 9.0, for many query rows of a KV head: prefill and drafts. q and KV have one
 /// 16-bit type and are aligned to 16 bytes, strides of KV are not negative, out has any alignment.
 extern const AttentionKernel kWaves;
+/// Like kWaves, for e4m3 KV with q and out of 16 bits, and for rows of any strides.
+extern const AttentionKernel kWavesE4m3;
 /// mma.sync and bulk copies of compute capability 9.0. q, out and KV have one 16-bit type and equal head
 /// sizes of 64, 80, 96, 112, 128 or 256; q and KV are aligned to 16 bytes, out has any alignment. A page
 /// holds the rows of a head one after another (Helix's own format), so one copy brings them.

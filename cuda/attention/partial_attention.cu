@@ -36,9 +36,9 @@ struct SplitPartialsMemory {
 
 /// The table of kernels: the first one that fits a call runs.
 constexpr const AttentionKernel* kKernels[] = {
-    &kWaves,          &kTensorPages,   &kTensorBoxes,  &kTensorRows, &kTensorPagesE4m3,
-    &kTensorRowsE4m3, &kNarrowLatent,  &kLatentKernel, &kMmaRest,    &kMma,
-    &kMmaLatentRest,  &kWideMmaLatent, &kMmaLatent,    &kPortable};
+    &kWaves,          &kWavesE4m3,    &kTensorPages,  &kTensorBoxes, &kTensorRows, &kTensorPagesE4m3,
+    &kTensorRowsE4m3, &kNarrowLatent, &kLatentKernel, &kMmaRest,     &kMma,        &kMmaLatentRest,
+    &kWideMmaLatent,  &kMmaLatent,    &kPortable};
 
 const AttentionKernel& kernel_for(const AttentionCall& call) {
   return **std::find_if(std::begin(kKernels), std::end(kKernels),

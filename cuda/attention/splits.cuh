@@ -72,11 +72,13 @@ __device__ inline int max_splits(int kv_tiles) {
              : max(kCombineBatch, (kv_tiles + Limits::kSplitTiles - 1) / Limits::kSplitTiles);
 }
 
-/// Number of work items of equal length, at least one KV tile, into which a list of `kv_tiles` KV tiles is
-/// cut.
+/// Number of work items of equal length, at least one KV tile, into which the launch's list of `kv_tiles` KV
+/// tiles is cut. Short query tiles are as many items as there are blocks: what limits the splits of one query
+/// tile would leave most blocks without any of 256 sequences of 64 tokens.
 template <class Plan>
-__device__ inline int even_work_items(int kv_tiles) {
-  return min(min(Plan::num_blocks(), kv_tiles), max_splits<typename Plan::Limits>(kv_tiles));
+__device__ inline int even_work_items(const AttentionParams& p, int kv_tiles) {
+  const int most = max(max_splits<typename Plan::Limits>(kv_tiles), p.num_query_tiles * p.kv_heads);
+  return min(min(Plan::num_blocks(), kv_tiles), most);
 }
 
 /// KV splits of a query tile of one KV head, in proportion to its KV tiles: at least one, and over all query
@@ -96,7 +98,7 @@ __device__ inline int splits_for(int kv_tiles, int spare, int total) {
 template <class Plan>
 __device__ inline bool are_splits_short(const AttentionParams& p, int longest, int total) {
   const int all = total * p.kv_heads;
-  return std::int64_t{longest - Plan::Limits::kEpilogueTiles - 1} * even_work_items<Plan>(all) <
+  return std::int64_t{longest - Plan::Limits::kEpilogueTiles - 1} * even_work_items<Plan>(p, all) <
          all;  // longest - kEpilogueTiles <= all / items, rounded up
 }
 

@@ -35,10 +35,12 @@ struct WaveSizes {
   static constexpr int kQueryBytes = kRows * kKeyChunks * 128;
   static constexpr int kKeyBytes = kTokens * kKeyChunks * 128;
   static constexpr int kValueBytes = kTokens * kValueChunks * 128;
-  /// Registers of a multiplying thread, if a copying thread has `copy_registers`: one thread of each warp
-  /// group together have 512.
+  /// Registers of a thread at launch: an SM has 65536, allocated by eights.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  /// Registers of a multiplying thread, if a copying thread has `copy_registers`: together no more than at
+  /// launch, or warp groups would wait for more for ever.
   static constexpr int product_registers(int copy_registers) {
-    return (512 - copy_registers) / kGroups / 8 * 8;
+    return ((kGroups + 1) * kLaunchRegisters - copy_registers) / kGroups / 8 * 8;
   }
 };
 

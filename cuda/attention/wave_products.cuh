@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/attention/wave_block.cuh"
 #include "cuda/attention/wave_copies.cuh"
@@ -24,8 +25,8 @@
 
 namespace helix::cuda {
 
-/// A thread of a multiplying warp group.
-template <class T, class S, bool kIsBox>
+/// A thread of a multiplying warp group, for q and out of type T over KV of type KV.
+template <class T, class KV, class S, bool kIsBox>
 struct WaveProducts {
   static constexpr int kTurnBarrier = 1;                           // one a group, from this number on
   static constexpr int kGroupBarrier = kTurnBarrier + S::kGroups;  // one a group, from this number on
@@ -33,7 +34,8 @@ struct WaveProducts {
   /// wgmma steps of a KV tile's product with values.
   static constexpr int kValueSteps = S::kTokens / kProductDepth;
 
-  using Softmax = WaveSoftmax<T, S>;
+  using Element = MultipliedAs<KV>;  // type of the products' operands
+  using Softmax = WaveSoftmax<KV, S>;
   using Scores = typename Softmax::Scores;
   using Weights = typename Softmax::Weights;
 
@@ -80,7 +82,19 @@ struct WaveProducts {
       group_arrive(kTurnBarrier + (group + 1) % S::kGroups, 2 * kWarpGroup);
   }
 
-  __device__ __forceinline__ void begin_part() {
+  __device__ __forceinline__ void begin_part(int head) {
+    if constexpr (Softmax::kIsFp8) {
+      const float k_scale = p.k_scale == nullptr ? 1.0f : p.k_scale[head];
+      softmax.scales.values = p.v_scale == nullptr ? 1.0f : p.v_scale[head];
+      float2 inverse{1.0f, 1.0f};
+      if constexpr (std::is_same_v<T, bf16>) {
+        inverse = make_queries_f16<S>(s.queries, thread / kWarp * kMmaRows);
+        fence_before_copy();
+        group_sync(kGroupBarrier + group, kWarpGroup);
+      }
+      softmax.scales.scores[0] = score_factor(p.scale * k_scale * inverse.x);
+      softmax.scales.scores[1] = score_factor(p.scale * k_scale * inverse.y);
+    }
     softmax.begin_part(bounds());
     const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(s.queries)) +
                         static_cast<unsigned>(group) * kGroupRows * 128u;
@@ -96,8 +110,8 @@ struct WaveProducts {
     for (int k = 0; k < S::kDim / kProductDepth; ++k) {
       const int chunk = k / 4;
       const int step = k % 4;
-      product<T, S::kTokens, false>(scores, operand_at(rows, chunk * S::kRows * 128 + step * 32),
-                                    operand_at(keys, chunk * S::kTokens * 128 + step * 32), k > 0);
+      product<Element, S::kTokens, false>(scores, operand_at(rows, chunk * S::kRows * 128 + step * 32),
+                                          operand_at(keys, chunk * S::kTokens * 128 + step * 32), k > 0);
     }
     products_commit();
   }
@@ -109,7 +123,7 @@ struct WaveProducts {
         static_cast<unsigned>(__cvta_generic_to_shared(s.values[value_place.stage()])), S::kTokens * 128u);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
-      product<T, S::kValueDim, true>(found.d, weights[k], operand_at(values, k * 2048), 1);
+      product<Element, S::kValueDim, true>(found.d, weights[k], operand_at(values, k * 2048), 1);
     products_commit();
   }
 
@@ -238,6 +252,10 @@ struct WaveProducts {
       found.sum[h] += __shfl_xor_sync(~0u, found.sum[h], 1);
       found.sum[h] += __shfl_xor_sync(~0u, found.sum[h], 2);
     }
+    if constexpr (Softmax::kIsFp8) {
+#pragma unroll
+      for (float& sum : found.d) sum *= softmax.scales.values;
+    }
     if (maps.combines_later && thread == 0 &&
         (part.splits.count == 1 || static_cast<int>(blockIdx.x) == part.splits.first_block))
       p.split_tiles[part.query_tile * p.kv_heads + part.head] = {query_tile, part.splits};
@@ -263,7 +281,7 @@ struct WaveProducts {
       if (count == 0) return;
       bounds_stage = static_cast<int>(i % S::kBoundStages);
       if (group * kGroupRows < warp_uniform(s.plan.query_tiles[part.query_tile].num_rows)) {
-        begin_part();
+        begin_part(part.head);
         attend(part, count, found);
       } else {
         pass(count);

@@ -6,7 +6,9 @@
 #include <climits>
 #include <type_traits>
 
+#include "cuda/attention/row_operands.cuh"
 #include "cuda/attention/wave_block.cuh"
+#include "cuda/attention/wave_e4m3.cuh"
 #include "cuda/attention/wave_result.cuh"
 #include "cuda/attention/weights.cuh"
 #include "cuda/runtime/convert.cuh"
@@ -14,9 +16,11 @@
 
 namespace helix::cuda {
 
-/// The running softmax of a thread's two rows of a part.
-template <class T, class S>
+/// The running softmax of a thread's two rows of a part, over KV of type KV.
+template <class KV, class S>
 struct WaveSoftmax {
+  using T = MultipliedAs<KV>;  // type of the weights
+  static constexpr bool kIsFp8 = sizeof(KV) == 1;
   using Scores = float[S::kTokens / 2];
   using Weights = unsigned[S::kTokens / kProductDepth][4];
 
@@ -24,13 +28,16 @@ struct WaveSoftmax {
   int thread;           // number among the multiplying threads
   int inner_begin = 0;  // local tokens that all of the warp's rows see
   int inner_end = 0;
+  WaveScales<kIsFp8> scales{};
 
   __device__ __forceinline__ int row() const {  // first row of this lane, in the query tile
     return thread / kWarp * 16 + thread % kWarp / 4;
   }
 
-  /// The factor of a score in the exponent.
-  __device__ __forceinline__ float factor() const { return p.soft_cap > 0.0f ? kLog2E : p.scale * kLog2E; }
+  /// The factor in the exponent of a score of row `h`.
+  __device__ __forceinline__ float factor(int h) const {
+    return p.soft_cap > 0.0f ? kLog2E : scales.of_scores(p, h) * kLog2E;
+  }
   __device__ __forceinline__ bool is_inner(int token) const {
     return token >= inner_begin && token + S::kTokens <= inner_end;
   }
@@ -50,9 +57,10 @@ struct WaveSoftmax {
   __device__ __forceinline__ void cap_and_mask(const RowBounds<S::kRows>& bounds, Scores& scores,
                                                int token) const {
     if (p.soft_cap > 0.0f) {
-      const float into = p.scale / p.soft_cap;
+      const float into[2] = {scales.of_scores(p, 0) / p.soft_cap, scales.of_scores(p, 1) / p.soft_cap};
 #pragma unroll
-      for (int i = 0; i < S::kTokens / 2; ++i) scores[i] = p.soft_cap * fast_tanh(scores[i] * into);
+      for (int i = 0; i < S::kTokens / 2; ++i)
+        scores[i] = p.soft_cap * fast_tanh(scores[i] * into[i / 2 % 2]);
     }
     if (is_inner(token)) return;
     const int lane_token = token + thread % 4 * 2;
@@ -75,7 +83,7 @@ struct WaveSoftmax {
   /// factors of the earlier sums.
   __device__ __forceinline__ void weigh(Scores& scores, RowSums<S::kValueDim>& found,
                                         float (&shrink)[2]) const {
-    const float factor = this->factor();
+    const float factors[2] = {factor(0), factor(1)};
     // Several maxima and sums of each row, because each update of one waits for the last.
     constexpr int kChains = 4;
     float top[2][kChains];
@@ -95,7 +103,7 @@ struct WaveSoftmax {
       float highest = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-      highest = fmaxf(pivot_of<T>(highest, factor), found.max[h]);
+      highest = fmaxf(pivot_of<T>(highest, factors[h]), found.max[h]);
       pivot[h] = highest == -kInfinity ? 0.0f : highest;
       shrink[h] = fast_exp2(found.max[h] - pivot[h]);
       found.max[h] = highest;
@@ -105,8 +113,8 @@ struct WaveSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float* x = &scores[4 * j + 2 * h];
-        x[0] = fast_exp2(fmaf(x[0], factor, -pivot[h]));
-        x[1] = fast_exp2(fmaf(x[1], factor, -pivot[h]));
+        x[0] = fast_exp2(fmaf(x[0], factors[h], -pivot[h]));
+        x[1] = fast_exp2(fmaf(x[1], factors[h], -pivot[h]));
         float& to = added[h][j % kChains];
         to = j < kChains ? x[0] + x[1] : to + (x[0] + x[1]);
       }

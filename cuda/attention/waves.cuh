@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention for many query rows by Hopper's wgmma, q and KV of one 16-bit type: out = softmax(scale q
-// k^T) v and its lse, for prefill and drafts of several tokens.
+// Partial attention for many query rows by Hopper's wgmma, for q of 16 bits and KV of the same type or of
+// e4m3: out = softmax(scale q k^T) v and its lse, for prefill and drafts of several tokens.
 //
 // One block an SM, with a producer warp group that copies (wave_copies.cuh) and two or three consumer warp
 // groups that multiply (wave_products.cuh), each with 64 query rows of the same query tile. Shared memory
@@ -22,73 +22,98 @@
 
 namespace helix::cuda {
 
-/// The producer warp group: a warp copies keys, a warp values, two warps queries.
-template <class T, class S, template <int, int> class Copies>
-__device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveMaps& maps, WaveShared<S>& s) {
-  constexpr bool kIsBox = Copies<S::kDim, S::kTokens>::kFills == 1;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const auto shared_at = [](const void* x) { return static_cast<unsigned>(__cvta_generic_to_shared(x)); };
-  WaveWalk walk(p, s.plan);
-  WavePart part;
-  const auto copy_all = [&]<int kColumns>(const CUtensorMap& map, const PagedRows& rows,
-                                          RingBarriers<S::kStages>& barriers, const void* ring,
-                                          std::integral_constant<int, kColumns>) {
-    RingPlace<S::kStages> place(barriers);
-    while (walk.next(part)) {
-      if constexpr (kIsBox) {
-        Copies<kColumns, S::kTokens>{p, map, maps.box_tokens}.copy(s.plan, part, shared_at(ring), place);
-      } else {
-        Copies<kColumns, S::kTokens>{p, rows}.copy(s.plan, part, shared_at(ring), place);
-      }
-    }
-  };
-  if (warp == 0) {
-    copy_all(maps.k, p.k, s.key_barriers, s.keys, std::integral_constant<int, S::kDim>{});
-  } else if (warp == 1) {
-    copy_all(maps.v, p.v, s.value_barriers, s.values, std::integral_constant<int, S::kValueDim>{});
-  } else {
-    constexpr int kThreads = 2 * kWarp;
-    const int thread = static_cast<int>(threadIdx.x) - 2 * kWarp;
-    RingPlace<1> place(s.query_barriers);
-    bool has_part = true;
-    for (unsigned i = 0; has_part; ++i) {
-      has_part = walk.next(part);
-      if (!has_part) part.count = 0;  // the end
-      const auto find_bounds = [&] {
-        const int u = part.query_tile;
-        find_row_bounds<kThreads>(p, s.plan.query_tiles[u], {s.plan.begin_token[u], s.plan.end_token[u]},
-                                  s.bounds[i % S::kBoundStages], thread);
-      };
-      if (S::kBoundStages > 1 && has_part) find_bounds();
-      place.wait_empty();
-      if (has_part) {
-        const QueryTile query_tile = s.plan.query_tiles[part.query_tile];
-        const unsigned to = shared_at(s.queries);
-        if (!maps.has_queries) {
-          copy_queries<S::kDim, S::kRows, kThreads>(p, query_tile, part.head, to, thread);
-        } else if (thread == 0) {
-          barrier_expect_more(place.full(), S::kQueryBytes);
-          for (int chunk = 0; chunk < S::kKeyChunks; ++chunk) {
-            copy_query_box(to + static_cast<unsigned>(chunk) * (S::kRows * 128u), maps.q,
-                           chunk * kChunkColumns, part.head * p.group, query_tile.token(p, 0), place.full());
-          }
-        }
-        if (S::kBoundStages == 1) find_bounds();
-        if (!maps.has_queries) {
-          wait_for_copies<0>();
-          fence_before_copy();
-        }
-      }
-      if (thread == 0) s.parts[i % kPartStages] = part;
-      barrier_arrive(place.full());
-      place.advance();
+/// The producer warp group: a warp copies keys, a warp values, two warps queries. Copies with kWarps = 2 have
+/// the last two copy keys and values too, after the queries of each part.
+template <class S, template <int, int> class Copies>
+struct WaveProducer {
+  template <int kColumns>
+  using TileCopies = Copies<kColumns, S::kTokens>;
+  static constexpr int kTileWarps = TileCopies<S::kDim>::kWarps;
+  static constexpr int kQueryThreads = 2 * kWarp;
+
+  const AttentionParams& p;
+  const WaveMaps& maps;
+  WaveShared<S>& s;
+
+  __device__ __forceinline__ void run() const {
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    if (warp >= 2 * kTileWarps) {
+      copy<0>(warp, maps.k, p.k, s.key_barriers, s.keys);
+    } else if (warp % 2 == 0) {
+      copy<S::kDim>(warp, maps.k, p.k, s.key_barriers, s.keys);
+    } else {
+      copy<S::kValueDim>(warp, maps.v, p.v, s.value_barriers, s.values);
     }
     // These warps are the first to have nothing left to do.
     if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && warp == 2) write_headers(p.headers);
   }
-}
 
-template <class T, class S, template <int, int> class Copies>
+ private:
+  static __device__ __forceinline__ unsigned shared_at(const void* x) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(x));
+  }
+
+  /// Copies what warp `warp` copies of all parts: its share of the rows of kColumns columns, if any, and, if
+  /// it is one of the last two, queries.
+  template <int kColumns>
+  __device__ __forceinline__ void copy(int warp, const CUtensorMap& map, const PagedRows& rows,
+                                       RingBarriers<S::kStages>& barriers, const void* ring) const {
+    WaveWalk walk(p, s.plan);
+    WavePart part;
+    RingPlace<S::kStages> place(barriers);
+    RingPlace<1> query_place(s.query_barriers);
+    bool has_part = true;
+    for (unsigned i = 0; has_part; ++i) {
+      has_part = walk.next(part);
+      if (kColumns == 0 || (kTileWarps > 1 && warp >= 2)) give_queries(i, has_part, part, query_place);
+      if constexpr (kColumns > 0) {
+        if (!has_part) return;
+        if constexpr (TileCopies<kColumns>::kIsBox) {
+          TileCopies<kColumns>{p, map, maps.box_tokens}.copy(s.plan, part, shared_at(ring), place);
+        } else {
+          TileCopies<kColumns>{p, rows}.copy(s.plan, part, shared_at(ring), place, warp / 2);
+        }
+      }
+    }
+  }
+
+  /// Gives the queries and row bounds of the i-th part, or the end, to those who multiply.
+  __device__ __forceinline__ void give_queries(unsigned i, bool has_part, WavePart& part,
+                                               RingPlace<1>& place) const {
+    const int thread = static_cast<int>(threadIdx.x) - 2 * kWarp;
+    if (!has_part) part.count = 0;  // the end
+    const auto find_bounds = [&] {
+      const int u = part.query_tile;
+      find_row_bounds<kQueryThreads>(p, s.plan.query_tiles[u], {s.plan.begin_token[u], s.plan.end_token[u]},
+                                     s.bounds[i % S::kBoundStages], thread);
+    };
+    if (S::kBoundStages > 1 && has_part) find_bounds();
+    place.wait_empty();
+    if (has_part) {
+      const QueryTile query_tile = s.plan.query_tiles[part.query_tile];
+      const unsigned to = shared_at(s.queries);
+      if (!maps.has_queries) {
+        copy_queries<S::kDim, S::kRows, kQueryThreads>(p, query_tile, part.head, to, thread);
+      } else if (thread == 0) {
+        barrier_expect_more(place.full(), S::kQueryBytes);
+        for (int chunk = 0; chunk < S::kKeyChunks; ++chunk) {
+          copy_query_box(to + static_cast<unsigned>(chunk) * (S::kRows * 128u), maps.q, chunk * kChunkColumns,
+                         part.head * p.group, query_tile.token(p, 0), place.full());
+        }
+      }
+      if (S::kBoundStages == 1) find_bounds();
+      if (!maps.has_queries) {
+        wait_for_copies<0>();
+        fence_before_copy();
+      }
+    }
+    if (thread == 0) s.parts[i % kPartStages] = part;
+    barrier_arrive(place.full());
+    place.advance();
+  }
+};
+
+template <class T, class KV, class S, template <int, int> class Copies>
 __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ WaveMaps maps) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -108,10 +133,10 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
   make_wave_plan(p, s.plan);
   if (warp_uniform(threadIdx.x / kWarpGroup) == 0) {
     give_registers<kCopyRegisters>();
-    copy_waves<T, S, Copies>(p, maps, s);
+    WaveProducer<S, Copies>{p, maps, s}.run();
   } else {
     take_registers<S::product_registers(kCopyRegisters)>();
-    WaveProducts<T, S, Copies<S::kDim, S::kTokens>::kFills == 1>(p, maps, s).run();
+    WaveProducts<T, KV, S, Copies<S::kDim, S::kTokens>::kIsBox>(p, maps, s).run();
   }
 #endif
 }

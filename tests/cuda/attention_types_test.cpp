@@ -24,6 +24,9 @@ namespace {
 const std::vector<Sequence> kRagged = {{40, 1}, {41, 2}, {5, 3},   {70, 4},  {31, 5},  {32, 6},
                                        {33, 7}, {9, 0},  {90, 17}, {96, 70}, {1234, 3}};
 
+// As many, of few rows each: the first runs the kernel for many rows of e4m3, this one that for few.
+const std::vector<Sequence> kFewRows = {{40, 1}, {41, 2}, {5, 3}, {70, 2}, {9, 0}, {1234, 3}};
+
 /// What the tensor-core kernel supports in addition to 16-bit KV of 64, 128 and 256 columns.
 struct Built {
   DType kv_dtype;
@@ -59,9 +62,11 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes serves ever
     for (const std::int64_t group : {1, 4, 5, 8, 16, 20}) {
       AttentionCase c = case_of<TestType>(built);
       c.group = group;
-      c.sequences = kRagged;
       CAPTURE(to_string(c.kv_dtype), c.d, group);
-      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+      for (const auto& sequences : {kRagged, kFewRows}) {
+        c.sequences = sequences;
+        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+      }
     }
   }
 }
@@ -113,10 +118,13 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes honours win
         c.soft_cap = std::array{30.0f, 30.0f, 1e6f, 3e38f, 0.0f}[turn % 5];
         c.kvp = kvp;
         c.chunk = turn % 3 == 0 ? 3 : 16;
-        c.sequences = kRagged;
-        c.padding = {3, 17};
         ++turn;
         CAPTURE(to_string(c.kv_dtype), c.d, window, c.soft_cap, kvp, c.chunk);
+        c.sequences = kRagged;
+        c.padding = {3, 17};
+        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        c.sequences = kFewRows;
+        c.padding = {3, 7};
         CHECK(AttentionWorld<TestType>(c).check(operators) == "");
       }
     }
@@ -128,8 +136,10 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 without scales takes the stored v
   HELIX_REQUIRE_GPUS(1);
   AttentionCase c = case_of<TestType>(Built{DType::fp8_e4m3, 128});
   c.is_scaled = false;
-  c.sequences = kRagged;
-  CHECK(AttentionWorld<TestType>(c).check(cuda::Operators<TestType>()) == "");
+  for (const auto& sequences : {kRagged, kFewRows}) {
+    c.sequences = sequences;
+    CHECK(AttentionWorld<TestType>(c).check(cuda::Operators<TestType>()) == "");
+  }
 }
 
 TEMPLATE_TEST_CASE("attention on a GPU of e4m3 that is NaN gives NaN", "", f16, bf16) {
@@ -149,16 +159,19 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 that is NaN gives NaN", "", f16, 
     c.d = d;
     c.dv = dv;
     c.nan_tokens = 1;
-    c.sequences = {{40, 1}, {1000, 3}};
     CAPTURE(d);
-    const auto result = AttentionWorld<TestType>(c).run(operators);
-    const auto rows = static_cast<std::size_t>(4 * c.kv_heads * c.group);
-    std::vector<TestType> out(rows * static_cast<std::size_t>(dv));
-    std::vector<float> lse(rows);
-    std::memcpy(out.data(), result.out.data(), out.size() * sizeof(TestType));
-    std::memcpy(lse.data(), result.lse.data(), lse.size() * sizeof(float));
-    CHECK(std::all_of(out.begin(), out.end(), [](TestType x) { return std::isnan(static_cast<float>(x)); }));
-    CHECK(std::all_of(lse.begin(), lse.end(), [](float x) { return std::isnan(x); }));
+    for (const std::int64_t queries : {3, 40}) {
+      c.sequences = {{40, 1}, {1000, queries}};
+      const auto result = AttentionWorld<TestType>(c).run(operators);
+      const auto rows = static_cast<std::size_t>((1 + queries) * c.kv_heads * c.group);
+      std::vector<TestType> out(rows * static_cast<std::size_t>(dv));
+      std::vector<float> lse(rows);
+      std::memcpy(out.data(), result.out.data(), out.size() * sizeof(TestType));
+      std::memcpy(lse.data(), result.lse.data(), lse.size() * sizeof(float));
+      CHECK(
+          std::all_of(out.begin(), out.end(), [](TestType x) { return std::isnan(static_cast<float>(x)); }));
+      CHECK(std::all_of(lse.begin(), lse.end(), [](float x) { return std::isnan(x); }));
+    }
   }
 }
 
@@ -168,9 +181,11 @@ TEST_CASE("attention on a GPU of e4m3 is exact for bf16 queries far outside the 
     for (const std::int64_t d : {64, 96, 128}) {
       AttentionCase c = case_of<bf16>(Built{DType::fp8_e4m3, d});
       c.q_power = q_power;
-      c.sequences = kRagged;
       CAPTURE(q_power, d);
-      CHECK(AttentionWorld<bf16>(c).check(cuda::Operators<bf16>()) == "");
+      for (const auto& sequences : {kRagged, kFewRows}) {
+        c.sequences = sequences;
+        CHECK(AttentionWorld<bf16>(c).check(cuda::Operators<bf16>()) == "");
+      }
     }
   }
 }
@@ -181,15 +196,17 @@ TEMPLATE_TEST_CASE(
   HELIX_REQUIRE_GPUS(1);
   auto operators = attention_operators<TestType>();
   for (const Built& built : all_built<TestType>()) {
-    AttentionCase c = case_of<TestType>(built);
-    c.sequences = kRagged;
-    const AttentionWorld<TestType> world(c);
-    for (const int blocks : {1, 7, 0}) {
-      operators.set_attention_blocks(blocks);
-      CAPTURE(to_string(c.kv_dtype), c.d, blocks);
-      const auto result = world.run(operators);
-      CHECK(world.problem({result}) == "");
-      CHECK(world.run(operators) == result);
+    for (const auto& sequences : {kRagged, kFewRows}) {
+      AttentionCase c = case_of<TestType>(built);
+      c.sequences = sequences;
+      const AttentionWorld<TestType> world(c);
+      for (const int blocks : {1, 7, 0}) {
+        operators.set_attention_blocks(blocks);
+        CAPTURE(to_string(c.kv_dtype), c.d, blocks);
+        const auto result = world.run(operators);
+        CHECK(world.problem({result}) == "");
+        CHECK(world.run(operators) == result);
+      }
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Properties of partial attention on a GPU with many query rows per KV head, as in prefill and draft steps,
-// compared with a naive reference.
+// over KV of q's type and of e4m3, compared with a naive reference.
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -20,6 +20,10 @@ namespace {
 const std::vector<Sequence> kChunks = {{300, 300}, {41, 2},  {700, 129}, {9, 0},
                                        {1500, 33}, {64, 64}, {70, 1}};
 
+/// Types of KV with q of type T.
+template <class T>
+constexpr DType kKvTypes[] = {kDTypeOf<T>, DType::fp8_e4m3};
+
 }  // namespace
 
 TEMPLATE_TEST_CASE(
@@ -27,19 +31,22 @@ TEMPLATE_TEST_CASE(
     bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
-  for (const std::int64_t d : {64, 128, 192, 256}) {
+  for (const std::int64_t d : {64, 96, 128, 192, 256}) {
     for (const std::int64_t group : {1, 3, 4, 8, 16, 20, 64, 150}) {
       AttentionCase c = case_of<TestType>(d);
       if (d == 192) c.dv = 128;
       c.group = group;
       c.kv_heads = group > 16 ? 1 : 2;
       CAPTURE(d, group);
-      for (const std::int64_t rows : {33, 63, 64, 65, 127, 128, 129, 260}) {
+      const auto check = [&](DType kv_dtype, std::int64_t rows) {
         const std::int64_t queries = (rows + group - 1) / group;
-        CAPTURE(queries);
         c.sequences = {{queries, queries}, {200 + queries, queries}, {128, 1}};
+        c.kv_dtype = kv_dtype;
+        CAPTURE(queries, to_string(kv_dtype));
         CHECK(AttentionWorld<TestType>(c).check(operators) == "");
-      }
+      };
+      for (const std::int64_t rows : {33, 63, 64, 65, 127, 128, 129, 260}) check(kDTypeOf<TestType>, rows);
+      for (const std::int64_t rows : {64, 127, 260}) check(DType::fp8_e4m3, rows);
     }
   }
 }
@@ -51,13 +58,13 @@ TEMPLATE_TEST_CASE(
   const auto operators = attention_operators<TestType>();
   // Page sizes that allow boxes of 8 to 128 tokens, and some that allow none.
   constexpr std::int64_t kPages[] = {1, 8, 16, 17, 24, 48, 64, 100, 128, 256};
-  constexpr std::int64_t kDims[] = {64, 128, 192, 256};
+  constexpr std::int64_t kDims[] = {64, 128, 192, 256, 96};
   const auto pools = kv_pool_makers();
   std::size_t turn = 0;
   for (const std::int64_t kvp : {1, 2, 4}) {
     for (const std::int64_t chunk : {1, 3, 16, 64}) {
       for (int i = 0; i < 3; ++i, ++turn) {
-        AttentionCase c = case_of<TestType>(kDims[turn % 4]);
+        AttentionCase c = case_of<TestType>(kDims[turn % 5]);
         if (c.d == 192) c.dv = 128;
         c.page_tokens = kPages[turn % 10];
         c.pool = pools[turn % pools.size()];
@@ -65,8 +72,11 @@ TEMPLATE_TEST_CASE(
         c.kvp = kvp;
         c.chunk = chunk;
         c.sequences = kChunks;
-        CAPTURE(kvp, chunk, c.page_tokens, c.d, turn % pools.size());
-        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        for (const DType kv_dtype : kKvTypes<TestType>) {
+          c.kv_dtype = kv_dtype;
+          CAPTURE(kvp, chunk, c.page_tokens, c.d, turn % pools.size(), to_string(kv_dtype));
+          CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        }
       }
     }
   }
@@ -87,8 +97,11 @@ TEMPLATE_TEST_CASE(
         c.chunk = 3;
         c.forgets = window > 0;
         c.sequences = kChunks;
-        CAPTURE(window, soft_cap, kvp);
-        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        for (const DType kv_dtype : kKvTypes<TestType>) {
+          c.kv_dtype = kv_dtype;
+          CAPTURE(window, soft_cap, kvp, to_string(kv_dtype));
+          CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        }
       }
     }
   }
@@ -99,26 +112,30 @@ TEMPLATE_TEST_CASE(
     f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
-  AttentionCase c = case_of<TestType>(128);
-  c.group = 8;
-  c.kvp = 4;
-  c.sequences = {{7, 7}, {20, 15}, {1, 1}, {40, 33}};
-  CHECK(AttentionWorld<TestType>(c).check(operators) == "");
-  c.kvp = 2;
-  c.sequences = {{100, 100}, {60, 20}};
-  c.padding = {0, 4, 9, 10, 11, 12, 30, 61, 119};
-  for (std::int64_t token = 64; token < 100; ++token) c.padding.push_back(token);  // whole query tiles
-  CHECK(AttentionWorld<TestType>(c).check(operators) == "");
-  c.padding.clear();
-  for (std::int64_t token = 0; token < 120; ++token) c.padding.push_back(token);
-  CHECK(AttentionWorld<TestType>(c).check(operators) == "");
-  c.padding.clear();  // ranks without any page
-  c.kvp = 4;
-  c.chunk = 128;
-  c.sequences = {{128, 128}, {60, 20}};
-  for (const std::int64_t page_tokens : {16, 1}) {
-    c.page_tokens = page_tokens;
+  for (const DType kv_dtype : kKvTypes<TestType>) {
+    AttentionCase c = case_of<TestType>(128);
+    c.kv_dtype = kv_dtype;
+    CAPTURE(to_string(kv_dtype));
+    c.group = 8;
+    c.kvp = 4;
+    c.sequences = {{7, 7}, {20, 15}, {1, 1}, {40, 33}};
     CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    c.kvp = 2;
+    c.sequences = {{100, 100}, {60, 20}};
+    c.padding = {0, 4, 9, 10, 11, 12, 30, 61, 119};
+    for (std::int64_t token = 64; token < 100; ++token) c.padding.push_back(token);  // whole query tiles
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    c.padding.clear();
+    for (std::int64_t token = 0; token < 120; ++token) c.padding.push_back(token);
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    c.padding.clear();  // ranks without any page
+    c.kvp = 4;
+    c.chunk = 128;
+    c.sequences = {{128, 128}, {60, 20}};
+    for (const std::int64_t page_tokens : {16, 1}) {
+      c.page_tokens = page_tokens;
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
   }
 }
 
@@ -130,8 +147,11 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows deals out query tiles of any
     c.kv_heads = kv_heads;
     c.group = group;
     c.sequences = sequences;
-    CAPTURE(kv_heads, group, sequences.size());
-    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    for (const DType kv_dtype : kKvTypes<TestType>) {
+      c.kv_dtype = kv_dtype;
+      CAPTURE(kv_heads, group, sequences.size(), to_string(kv_dtype));
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
   };
   check(1, 8, {{20000, 5}});             // split over the whole GPU
   check(2, 16, {{9000, 8}, {300, 8}});   // one long and one short sequence
@@ -150,13 +170,18 @@ TEMPLATE_TEST_CASE(
   auto operators = attention_operators<TestType>();
   std::vector<AttentionWorld<TestType>> worlds;
   for (const std::int64_t d : {64, 128, 256}) {
-    AttentionCase c = case_of<TestType>(d);
-    c.sequences = kChunks;
-    worlds.emplace_back(c);
+    for (const DType kv_dtype : kKvTypes<TestType>) {
+      AttentionCase c = case_of<TestType>(d);
+      c.kv_dtype = kv_dtype;
+      c.sequences = kChunks;
+      worlds.emplace_back(c);
+    }
   }
   AttentionCase draft = case_of<TestType>(128);
   draft.group = 8;
   draft.sequences = {{5000, 9}, {40, 9}};
+  worlds.emplace_back(draft, 7);
+  draft.kv_dtype = DType::fp8_e4m3;
   worlds.emplace_back(draft, 7);
   AttentionCase passes = case_of<TestType>(64);
   passes.kv_heads = 6;
@@ -186,8 +211,11 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows takes strided queries and ou
         c.q_pad = q_pad;
         c.out_pad = out_pad;
         c.sequences = {{300, 1}, {70, 35}, {33, 33}};
-        CAPTURE(d, q_pad, out_pad);
-        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        for (const DType kv_dtype : kKvTypes<TestType>) {
+          c.kv_dtype = kv_dtype;
+          CAPTURE(d, q_pad, out_pad, to_string(kv_dtype));
+          CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        }
       }
     }
   }
@@ -201,8 +229,11 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows takes queries whose last tok
     AttentionCase c = case_of<TestType>(d);
     c.is_q_reversed = true;
     c.sequences = {{300, 1}, {70, 35}, {33, 33}};
-    CAPTURE(d);
-    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    for (const DType kv_dtype : kKvTypes<TestType>) {
+      c.kv_dtype = kv_dtype;
+      CAPTURE(d, to_string(kv_dtype));
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
   }
 }
 
