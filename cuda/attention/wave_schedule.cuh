@@ -28,8 +28,8 @@ inline constexpr int kWaveSplitTiles = 2;  ///< Fewest KV tiles of a share, on a
 inline constexpr int kWaveSlackTiles = 3;
 inline constexpr int kWaveSlackPart = 24;  ///< Or by the even share over this number.
 
-/// Most bytes of keys and values in a pass: half of an H200's L2 cache, because each half of its SMs keeps a
-/// copy.
+/// Most bytes of keys and values in a pass, counted as of 16 bits: half of an H200's L2 cache, because each
+/// half of its SMs keeps a copy.
 inline constexpr std::int64_t kWavePassBytes = std::int64_t{24} << 20;
 /// Waves that even out a pass of query tiles of different lengths.
 inline constexpr int kWavePassWaves = 4;
