@@ -61,7 +61,7 @@ struct BulkParts {
 };
 
 /// A thread of the second warp copies; the first warp sums a word of each line that has landed. Waits are
-/// only for the block's own copies. Below compute capability 9.0 the kernel is empty and never launched.
+/// only for the block's own copies. Never launched below compute capability 9.0, where nothing is copied.
 template <int kStages>
 __global__ __launch_bounds__(2 * kWarp) void bulk_read(const unsigned char* data, BulkParts parts,
                                                        unsigned* sum) {

@@ -202,7 +202,7 @@ void Operators<T>::prepare_latent(const PrepareLatentArgs<T>& args, Stream strea
         .appended = {args.batch, kv},
     };
     const dim3 grid(static_cast<unsigned>(tokens),
-                    head_blocks("prepare_latent", args.q_in.extent(1) + kBlockHeads, kBlockHeads));
+                    head_blocks("prepare_latent", args.q_in.extent(1), kBlockHeads, kBlockHeads));
     launch_early(
         args.rope.is_interleaved ? prepare_latent_kernel<T, S, true> : prepare_latent_kernel<T, S, false>,
         grid, kThreads, 0, stream.handle(), state_->is_hopper, preparation);

@@ -195,7 +195,7 @@ void Operators<T>::prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) con
         .appended = {batch, kv},
     };
     const dim3 grid(static_cast<unsigned>(tokens),
-                    head_blocks("prepare_qkv", preparation.q.count + preparation.transfer.planes, kWarps));
+                    head_blocks("prepare_qkv", preparation.q.count, kWarps, preparation.transfer.planes));
     launch_early(args.rope.is_interleaved ? prepare_kernel<T, S, true> : prepare_kernel<T, S, false>, grid,
                  kThreads, 0, stream.handle(), state_->is_hopper, preparation);
   });

@@ -11,8 +11,8 @@ struct Product;
 
 inline constexpr int kMaxFewRows = 16;
 
-/// Whether multiply_few_rows() takes the product: up to kMaxFewRows rows, one head, weights of T, a multiple
-/// of 64 columns, rows aligned to 16 bytes, no negative row stride.
+/// Whether multiply_few_rows() takes the product: up to kMaxFewRows rows, one head, a multiple of 64 columns,
+/// rows aligned to 16 bytes, no negative row stride. Weights are of T, which the caller has checked.
 template <class T>
 bool fits_few_rows(const Product<T>& product);
 

@@ -2,8 +2,8 @@
 // Operators::linear, router_logits and head_linear. If activations and weights share a 16-bit type, Hopper
 // uses the kernel of few rows where it fits (few_rows.cu), else the library (4096 x 16384 weights at 92 to 95
 // % of the read ceiling from 1 to 16 rows on an H200, where the thin kernel here reached 68 %). The thin
-// tensor-core kernel takes layouts that the library does not. For all other types, kernels stream the weights
-// once for a few rows, and a tiled kernel takes more rows.
+// tensor-core kernel takes layouts that the library does not. For all other types, and where rows or weights
+// are not aligned, kernels stream the weights once for a few rows, and a tiled kernel takes more rows.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

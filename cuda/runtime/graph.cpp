@@ -40,9 +40,10 @@ Graph Graph::end(Stream stream) {
   HELIX_CUDA_CHECK(cudaStreamEndCapture(stream.handle(), &captured));
   const std::unique_ptr<CUgraph_st, decltype([](CUgraph_st* graph) { (void)cudaGraphDestroy(graph); })> graph(
       captured);
-  const DeviceScope scope(device_of(stream));  // kernels are added for the current device
-  replace_memsets(graph.get());
   Graph result;
+  result.device_ = device_of(stream);
+  const DeviceScope scope(result.device_);
+  replace_memsets(graph.get());
   HELIX_CUDA_CHECK(cudaGraphGetNodes(graph.get(), nullptr, &result.num_nodes_));
   cudaGraphExec_t exec = nullptr;
   const DeviceGate::Waiting section;
@@ -63,6 +64,7 @@ void Graph::abandon(Stream stream) noexcept {
 void Graph::replay(Stream stream) const {
   HELIX_EXPECTS(!empty(), ErrorCode::invalid_argument,
                 "Graph::replay: the graph is empty; capture() gives one with work");
+  const DeviceScope scope(device_);  // whose default stream `stream` may be
   HELIX_CUDA_CHECK(cudaGraphLaunch(exec_.get(), stream.handle()));
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/runtime/device_scope.hpp"
 #include "cuda/runtime/graph_nodes.hpp"
 #include "cuda/runtime/launch.cuh"
 
@@ -60,9 +61,34 @@ void add_edge(cudaGraph_t graph, cudaGraphNode_t from, cudaGraphNode_t to) {
 #endif
 }
 
+/// The same memset by words, if it is of whole words that lie one after another.
+cudaMemsetParams by_words(cudaMemsetParams memset) {
+  constexpr unsigned kWord = sizeof(std::uint32_t);
+  const std::size_t bytes = memset.width * memset.elementSize;
+  const auto address = reinterpret_cast<std::uintptr_t>(memset.dst);
+  if (memset.height != 1 || bytes % kWord != 0 || address % kWord != 0) return memset;
+  if (memset.elementSize == 1) memset.value = (memset.value & 0xffu) * 0x01010101u;
+  if (memset.elementSize == 2) memset.value = (memset.value & 0xffffu) * 0x00010001u;
+  memset.elementSize = kWord;
+  memset.width = bytes / kWord;
+  return memset;
+}
+
+/// The device whose memory `data` is; for any other memory, the current one.
+int device_of(const void* data) {
+  cudaPointerAttributes attributes{};
+  HELIX_CUDA_CHECK(cudaPointerGetAttributes(&attributes, data));
+  if (attributes.type == cudaMemoryTypeDevice) return attributes.device;
+  int current = 0;
+  HELIX_CUDA_CHECK(cudaGetDevice(&current));
+  return current;
+}
+
 void replace_memset(cudaGraph_t graph, cudaGraphNode_t node) {
   cudaMemsetParams memset{};
   HELIX_CUDA_CHECK(cudaGraphMemsetNodeGetParams(node, &memset));
+  memset = by_words(memset);
+  const DeviceScope scope(device_of(memset.dst));  // kernels are added for the current device
   auto* to = static_cast<std::byte*>(memset.dst);
   void* arguments[] = {&to, &memset.pitch, &memset.value, &memset.elementSize, &memset.width, &memset.height};
   cudaKernelNodeParams kernel{};

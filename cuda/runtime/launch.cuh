@@ -35,11 +35,14 @@ inline unsigned row_blocks(std::int64_t rows) {
   return static_cast<unsigned>(std::min(rows, kMaxGridRows));
 }
 
-/// Blocks along y for `heads` heads, `each` per block. @throws Error(unsupported) if a grid allows fewer.
-inline unsigned head_blocks(std::string_view operation, std::int64_t heads, std::int64_t each) {
-  HELIX_EXPECTS(ceil_div(heads, each) <= kMaxGridRows, ErrorCode::unsupported, operation, ": there are ",
-                heads, " heads on a rank; on a GPU at most ", kMaxGridRows * each, " are supported");
-  return grid_blocks(heads, each);
+/// Blocks along y for `heads` heads and `others` items of the same kind, `each` per block.
+/// @throws Error(unsupported) if a grid allows fewer.
+inline unsigned head_blocks(std::string_view operation, std::int64_t heads, std::int64_t each,
+                            std::int64_t others = 0) {
+  HELIX_EXPECTS(ceil_div(heads + others, each) <= kMaxGridRows, ErrorCode::unsupported, operation,
+                ": there are ", heads, " heads on a rank; on a GPU at most ", kMaxGridRows * each - others,
+                " are supported");
+  return grid_blocks(heads + others, each);
 }
 
 /// In a kernel of launch_early(): waits until all earlier work of the stream has completed.

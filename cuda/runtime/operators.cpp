@@ -82,11 +82,13 @@ Event Operators<T>::create_event() const {
 
 template <class T>
 void Operators<T>::record(Event& event, Stream stream) const {
+  const DeviceScope scope(state_->device);  // a default stream is that of the current device
   cuda::record(event, stream);
 }
 
 template <class T>
 void Operators<T>::wait(Stream stream, const Event& event) const {
+  const DeviceScope scope(state_->device);
   HELIX_CUDA_CHECK(cudaStreamWaitEvent(stream.handle(), event.handle(), 0));
 }
 
@@ -102,6 +104,7 @@ void throw_if_failed(const FailureRecord& failure) {
 
 template <class T>
 void Operators<T>::synchronize(Stream stream) const {
+  const DeviceScope scope(state_->device);
   cuda::synchronize(stream);
   throw_if_failed(*state_->failure_record());
 }
@@ -114,6 +117,7 @@ const Event& Operators<T>::downloaded() const {
 template <class T>
 void Operators<T>::upload(void* target, const void* source, std::size_t bytes, Stream stream) const {
   if (bytes == 0) return;
+  const DeviceScope scope(state_->device);
   // From pageable memory the runtime copies through its own staging: the source is free on return.
   HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream.handle()));
 }
@@ -121,6 +125,7 @@ void Operators<T>::upload(void* target, const void* source, std::size_t bytes, S
 template <class T>
 bool Operators<T>::queue_download(const void* source, std::size_t bytes, Stream stream) const {
   if (bytes > kDownloadBytes || state_->queued_bytes) return false;
+  const DeviceScope scope(state_->device);
   if (bytes > 0)
     HELIX_CUDA_CHECK(
         cudaMemcpyAsync(state_->downloaded.data(), source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
@@ -142,6 +147,7 @@ void Operators<T>::take_download(void* target, std::size_t bytes) const {
 
 template <class T>
 void Operators<T>::download(void* target, const void* source, std::size_t bytes, Stream stream) const {
+  const DeviceScope scope(state_->device);
   if (bytes > 0)
     HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
   synchronize(stream);
@@ -150,12 +156,14 @@ void Operators<T>::download(void* target, const void* source, std::size_t bytes,
 template <class T>
 void Operators<T>::copy(void* target, const void* source, std::size_t bytes, Stream stream) const {
   if (bytes == 0) return;
+  const DeviceScope scope(state_->device);
   HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice, stream.handle()));
 }
 
 template <class T>
 void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) const {
   if (bytes == 0) return;
+  const DeviceScope scope(state_->device);
   HELIX_CUDA_CHECK(cudaMemsetAsync(target, 0, bytes, stream.handle()));
 }
 

@@ -21,8 +21,8 @@ namespace helix::cuda {
 constexpr int kLogitThreads = 1024;  // threads of a block that reads logits
 constexpr int kAtOnce = 8;           // consecutive logits that a thread loads before it uses them
 
-/// The blocks that share a row: a cluster, whose blocks read each other's shared memory. Below compute
-/// capability 9.0 a row has one block.
+/// The blocks that share a row: a cluster, whose blocks read each other's shared memory. On other GPUs than
+/// Hopper a row has one block.
 struct RowBlocks {
 #if __CUDA_ARCH__ >= 900
   static __device__ int count() {

@@ -65,7 +65,7 @@ class VocabularyHead {
         norm_epsilon_(norm_epsilon),
         ranks_(checked_ranks(backend, topo)),
         rank_(backend.comms().stage->rank()),
-        width_(topo.vocab(0).size()),
+        width_(width_of(topo)),
         state_(backend.allocate(static_cast<std::size_t>(ranks_ + 2) * sizeof(std::int64_t))) {
     const Range shard = topo.vocab(rank_);
     HELIX_EXPECTS(lm_head.rows == shard.size() && lm_head.cols == topo.shape().hidden,
@@ -97,7 +97,7 @@ class VocabularyHead {
   static std::size_t workspace_bytes(const Topology& topo, std::int64_t rows) {
     detail::check_num_rows(rows);
     WorkspaceArena measure;
-    carve(topo.stage_size(), topo.vocab(0).size(), topo.shape().hidden, rows, measure);
+    carve(topo.stage_size(), width_of(topo), topo.shape().hidden, rows, measure);
     return measure.used_bytes();
   }
 
@@ -230,7 +230,7 @@ class VocabularyHead {
   /// This rank's logits, inside the message that is sent.
   struct Shard {
     Buffers buffers;
-    TensorView<T, 2> logits;  // [rows, width]; a shard may be narrower than the widest: the rest is not read
+    TensorView<T, 2> logits;  // [rows, width]; a shard may be narrower: the rest is not read
   };
 
   static int checked_ranks(B& backend, const Topology& topo) {
@@ -247,6 +247,12 @@ class VocabularyHead {
                   logits.extent(1), ", ", logits.extent(2), "]; they must be [", ranks_, ", rows, ", width_,
                   "], as logits() gives them");
     detail::check_given("VocabularyHead", "the logits", logits.data(), logits.extent(1));
+  }
+
+  /// Columns of a message's rows: as the widest shard has, up to a multiple of 16 bytes, for products and
+  /// loads of whole vectors.
+  static std::int64_t width_of(const Topology& topo) {
+    return round_up(topo.vocab(0).size(), static_cast<std::int64_t>(16 / sizeof(T)));
   }
 
   static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
@@ -349,7 +355,7 @@ class VocabularyHead {
   float norm_epsilon_;
   int ranks_;
   int rank_;
-  std::int64_t width_;  // of the widest shard
+  std::int64_t width_;
   typename B::Buffer state_;
 };
 

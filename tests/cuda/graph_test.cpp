@@ -287,17 +287,72 @@ TEST_CASE("a capture ends on the device of its stream, whichever device is the t
   CHECK(got == std::vector<std::uint8_t>(kBytes, 0xa5));
 }
 
+TEST_CASE("a captured memset of a second device stays there") {
+  HELIX_REQUIRE_GPUS(2);
+  constexpr std::size_t kBytes = 1 << 12;
+  const Operators<float> here(0);
+  const Operators<float> there(1);
+  const Stream stream = here.create_stream();
+  const Stream other = there.create_stream();
+  const Buffer filled = there.allocate(kBytes);
+  std::vector<std::uint8_t> bytes(kBytes, 0xa5);
+  there.upload(filled.data(), bytes.data(), kBytes, other);
+  there.synchronize(other);
+  auto fork = here.create_event();
+  auto join = there.create_event();
+  const Graph graph = Graph::capture(stream, [&] {
+    here.record(fork, stream);
+    there.wait(other, fork);
+    there.fill_zero(filled.data(), kBytes, other);
+    there.record(join, other);
+    here.wait(stream, join);
+  });
+  graph.replay(stream);
+  here.synchronize(stream);
+  there.download(bytes.data(), filled.data(), kBytes, other);
+  CHECK(bytes == std::vector<std::uint8_t>(kBytes, 0));
+}
+
+TEST_CASE("a default stream is that of the operators' device, whichever device is the thread's") {
+  HELIX_REQUIRE_GPUS(2);
+  constexpr std::size_t kBytes = 64 << 20;
+  const Operators<float> operators(1);
+  const Stream stream = Stream::borrow(nullptr);
+  const Buffer first = operators.allocate(kBytes);
+  const Buffer second = operators.allocate(kBytes);
+  auto event = operators.create_event();
+  cuda::use_device(0);
+  std::vector<std::uint8_t> bytes(kBytes, 0xa5);
+  operators.upload(first.data(), bytes.data(), kBytes, stream);
+  operators.copy(second.data(), first.data(), kBytes, stream);
+  operators.record(event, stream);
+  operators.wait(stream, event);
+  operators.fill_zero(first.data(), kBytes / 2, stream);
+  std::vector<std::uint8_t> got(kBytes);
+  operators.download(got.data(), second.data(), kBytes, stream);
+  CHECK(got == bytes);
+
+  const Stream own = operators.create_stream();
+  const Graph graph = Graph::capture(own, [&] { operators.copy(first.data(), second.data(), kBytes, own); });
+  graph.replay(stream);
+  operators.download(got.data(), first.data(), kBytes, stream);
+  CHECK(got == bytes);
+}
+
 TEST_CASE("memsets of a captured graph become kernels that do the same in the same place") {
   HELIX_REQUIRE_GPUS(1);
   constexpr std::size_t kPitch = 64;
   constexpr std::size_t kRows = 5;
-  struct Element {
-    unsigned bytes;
+  struct Fill {
+    unsigned bytes;  ///< of an element
     unsigned value;
     std::size_t width;  ///< elements of a row
+    std::size_t rows = kRows - 1;
   };
-  const auto element = GENERATE(Element{1, 0xa5, 7}, Element{2, 0xbeef, 9}, Element{4, 0xdeadbeef, 16});
-  CAPTURE(element.bytes);
+  const auto element = GENERATE(Fill{1, 0xa5, 7}, Fill{2, 0xbeef, 9}, Fill{4, 0xdeadbeef, 16},
+                                Fill{1, 0xa5, 7, 1}, Fill{1, 0xa5, 64, 1}, Fill{2, 0xbeef, 9, 1},
+                                Fill{2, 0xbeef, 30, 1}, Fill{4, 0xdeadbeef, 3, 1});
+  CAPTURE(element.bytes, element.width, element.rows);
   const Operators<float> operators;
   const Stream stream = operators.create_stream();
   const Buffer source = operators.allocate(kPitch * kRows);
@@ -313,7 +368,7 @@ TEST_CASE("memsets of a captured graph become kernels that do the same in the sa
   HELIX_CUDA_CHECK(cudaGraphAddMemcpyNode1D(&first, graph, nullptr, 0, filled.data(), source.data(),
                                             kPitch * kRows, cudaMemcpyDeviceToDevice));
   const cudaMemsetParams params{filled.data(), kPitch,        element.value,
-                                element.bytes, element.width, kRows - 1};
+                                element.bytes, element.width, element.rows};
   HELIX_CUDA_CHECK(cudaGraphAddMemsetNode(&memset, graph, &first, 1, &params));
   HELIX_CUDA_CHECK(cudaGraphAddMemcpyNode1D(&last, graph, &memset, 1, copy.data(), filled.data(),
                                             kPitch * kRows, cudaMemcpyDeviceToDevice));
@@ -340,7 +395,7 @@ TEST_CASE("memsets of a captured graph become kernels that do the same in the sa
     operators.upload(source.data(), bytes.data(), bytes.size(), stream);
     HELIX_CUDA_CHECK(cudaGraphLaunch(exec, stream.handle()));
     std::vector<std::uint8_t> expected = bytes;
-    for (std::size_t row = 0; row + 1 < kRows; ++row) {
+    for (std::size_t row = 0; row < element.rows; ++row) {
       for (std::size_t i = 0; i < element.width * element.bytes; ++i)
         expected[row * kPitch + i] = static_cast<std::uint8_t>(element.value >> 8 * (i % element.bytes));
     }

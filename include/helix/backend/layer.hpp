@@ -194,7 +194,8 @@ enum class RouterScoring : std::uint8_t {
 /// Arguments of router_logits(): out[t, e] = sum_k in[t, k] * weight[e, k], in f32 whatever T is. Rounded to
 /// 16 bits, logits that lie close together would choose experts by their rounding. Every rank of a stage
 /// routes for itself, and all must choose the same experts: the bits of out may depend only on the values of
-/// `in` and `weight` and on what all ranks have alike.
+/// `in` and `weight` and on what all ranks have alike. On GPUs that includes how addresses are aligned and
+/// which streams products run on, which the engine keeps alike (docs/cuda.md, "Memory").
 template <class T>
 struct RouterLogitsArgs {
   TensorView<const T, 2> in;  ///< [tokens, M].

@@ -51,6 +51,7 @@ class HELIX_API Graph {
 
   std::unique_ptr<CUgraphExec_st, Destroy> exec_;
   std::size_t num_nodes_ = 0;
+  int device_ = 0;  // of the captured stream
 };
 
 }  // namespace helix::cuda

@@ -112,8 +112,8 @@ HELIX_API float elapsed_ms(const Event& start, const Event& stop);
 /// use CUDA's own. Copies may outlive the Operators, because buffers free with them.
 struct Allocator {
   /// Returns `bytes` (above 0) of memory of the calling thread's device, aligned to 256, that any stream may
-  /// use at once; null if there is none. May throw. Called on whichever thread allocates, while no stream of
-  /// these Operators is captured.
+  /// use at once; null if there is none. May throw. Called on whichever thread allocates, and never while
+  /// the stream that it allocates for is captured; other threads may capture others.
   std::function<void*(std::size_t bytes)> allocate;
   /// Takes back memory of allocate(), once the device has done all that was queued on it, on any stream. Must
   /// not throw.
