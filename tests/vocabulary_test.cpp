@@ -95,6 +95,8 @@ TEST_CASE("logits over shards equal the whole product, and every rank draws the 
       Rank rank(stage, table, norm);
       auto hidden = random_values(kTokens * kHidden, 5);
       const auto logits = rank.logits(hidden, selected, positions);
+      if (logits.stride(1) % 4 != 0 || logits.stride(0) % 4 != 0)
+        throw Error(ErrorCode::internal, "rows of logits are not whole vectors of 16 bytes apart");
       std::vector<std::int32_t> drawn(selected.size(), -1);
       const std::vector<SamplingConfig> greedy(selected.size());
       const std::vector<std::uint64_t> counters(selected.size());
