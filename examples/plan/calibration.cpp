@@ -198,9 +198,12 @@ Bytes partial_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
 }
 
 bool is_step_attention(const BenchCase& at) {
+  // Shorter sequences take a kernel's time for each of them, more than for their bytes.
+  constexpr std::int64_t kLeastTokens = 1024;
   // Other parameters mean another head size, KV type, KV layout, or the kernel of other GPUs.
   static const std::set<std::string> kParameters{"heads", "batch", "tokens", "page", "queries", "ragged"};
   return at.family == "partial_attention" && at.has("bytes/s") &&
+         (!at.parameters.contains("tokens") || at.parameter("tokens", kMaxTokens) >= kLeastTokens) &&
          std::all_of(at.parameters.begin(), at.parameters.end(),
                      [](const auto& parameter) { return kParameters.contains(parameter.first); });
 }

@@ -34,7 +34,8 @@ plan::Hardware calibrate_without(const plan::Hardware& base, std::vector<BenchCa
                                  const std::string& name);
 
 /// Whether the case is attention of decode steps as in BenchShape and the presets: bf16 in Helix's own pages,
-/// heads of BenchShape::kDim, with the kernel that the GPU chooses.
+/// heads of BenchShape::kDim, with the kernel that the GPU chooses, and not of many short sequences.
+/// @throws Error(invalid_file) if the name's "tokens" are no number.
 bool is_step_attention(const BenchCase& at);
 
 /// The shape of the decode_layer and attention_scaling cases, whose names do not state it: layers of

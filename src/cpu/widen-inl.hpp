@@ -53,7 +53,7 @@ static_assert(kLanes == 4 || kLanes == 8 || kLanes == 16,
 inline constexpr int kPair = 2 * kLanes;
 
 /// Whether kernels have all readings that a tuner chooses from. The portable code, for machines that nobody
-/// measures, has one: the others were a quarter of the compile time of attend.cpp and vectors.cpp.
+/// measures, has one: the others were a quarter of the compile time of attention and vectors.cpp.
 inline constexpr bool kHasReadings = HWY_TARGET != HWY_EMU128;
 
 /// Keeps `v` in a register. Otherwise compilers fold a load that feeds several products into each of them,
