@@ -30,16 +30,18 @@ int tag_of(comm::Operation operation) {
   return 2 + static_cast<int>(operation == comm::Operation::recv ? comm::Operation::send : operation);
 }
 
-/// Calls post(begin, bytes) for each message. An empty transfer is one message too, so that differing sizes
-/// are detected.
+/// Calls post(begin, bytes) for each message. The first that is shorter than kMessageBytes, and empty if need
+/// be, ends the transfer. Otherwise the pieces of one transfer could be taken for those of another.
 template <class Post>
 void in_messages(std::int64_t bytes, Post&& post) {
-  std::int64_t begin = 0;
-  do {
-    const std::int64_t piece = std::min(bytes - begin, kMessageBytes);
-    post(begin, static_cast<int>(piece));
-    begin += piece;
-  } while (begin < bytes);
+  for (std::int64_t begin = 0; begin <= bytes; begin += kMessageBytes)
+    post(begin, static_cast<int>(std::min(bytes - begin, kMessageBytes)));
+}
+
+std::int64_t bytes_received(const MPI_Status& status) {
+  int bytes = 0;
+  MPI_Get_count(&status, MPI_BYTE, &bytes);
+  return bytes;
 }
 
 }  // namespace
@@ -67,7 +69,7 @@ void MpiComm::Group::post_send(const void* buffer, std::int64_t bytes, int peer,
     const std::byte* source = buffer == nullptr ? nullptr : static_cast<const std::byte*>(buffer) + begin;
     mpi::check(MPI_Isend(source, piece, MPI_BYTE, peer, tag_of(operation), comm, &request), "MPI_Isend");
     posted.requests.push_back(request);
-    posted.messages.push_back({peer, false, piece});
+    posted.messages.push_back({peer, false, begin, piece, bytes});
   });
 }
 
@@ -77,7 +79,7 @@ void MpiComm::Group::post_recv(void* buffer, std::int64_t bytes, int peer, Opera
     std::byte* target = buffer == nullptr ? nullptr : static_cast<std::byte*>(buffer) + begin;
     mpi::check(MPI_Irecv(target, piece, MPI_BYTE, peer, tag_of(operation), comm, &request), "MPI_Irecv");
     posted.requests.push_back(request);
-    posted.messages.push_back({peer, true, piece});
+    posted.messages.push_back({peer, true, begin, piece, bytes});
   });
 }
 
@@ -91,7 +93,12 @@ bool MpiComm::Group::test_all(int& result) {
 void MpiComm::Group::wait(Operation operation) {
   posted.statuses.resize(posted.requests.size());
   int result = MPI_SUCCESS;
-  if (!mpi::poll_until(comm::deadline_after(timeout), [&] { return test_all(result); })) {
+  const auto is_done = [&] {
+    if (test_all(result)) return true;
+    check_pieces(operation);
+    return false;
+  };
+  if (!mpi::poll_until(comm::deadline_after(timeout), is_done)) {
     // A message that arrives between the last poll and this check has arrived in time.
     const std::vector<int> late = late_peers();
     if (!late.empty()) give_up(operation, late);
@@ -117,7 +124,20 @@ std::vector<int> MpiComm::Group::late_peers() const {
   return late;
 }
 
-void MpiComm::Group::give_up(Operation operation, const std::vector<int>& late) {
+void MpiComm::Group::check_pieces(Operation operation) const {
+  for (std::size_t i = 0; i < posted.messages.size(); ++i) {
+    const Posted::Message& message = posted.messages[i];
+    if (!message.is_recv || message.bytes < kMessageBytes) continue;
+    int is_complete = 0;
+    MPI_Status status;
+    MPI_Request_get_status(posted.requests[i], &is_complete, &status);
+    if (is_complete == 0 || bytes_received(status) == message.bytes) continue;
+    drop_requests();
+    check_message(operation, message, status, MPI_SUCCESS);
+  }
+}
+
+void MpiComm::Group::drop_requests() {
   for (std::size_t i = 0; i < posted.requests.size(); ++i) {
     MPI_Request& request = posted.requests[i];
     if (request == MPI_REQUEST_NULL) continue;
@@ -126,6 +146,10 @@ void MpiComm::Group::give_up(Operation operation, const std::vector<int>& late) 
     if (is_complete == 0 && posted.messages[i].is_recv) MPI_Cancel(&request);
     MPI_Request_free(&request);
   }
+}
+
+void MpiComm::Group::give_up(Operation operation, const std::vector<int>& late) const {
+  drop_requests();
   throw Error(ErrorCode::timeout, to_string(operation), ": world ", helix::comm::rank_names(late),
               " did not arrive within ", helix::comm::seconds(timeout), " s; world rank ", name(rank),
               " waited");
@@ -137,16 +161,15 @@ void MpiComm::Group::check_message(Operation operation, const Posted::Message& m
   MPI_Error_class(code, &error_class);
   if (error_class == MPI_ERR_PENDING) return;  // another message has the error
   HELIX_EXPECTS(error_class != MPI_ERR_TRUNCATE, ErrorCode::invalid_argument, to_string(operation),
-                ": world rank ", name(message.peer), " sent more than the ", message.bytes,
+                ": world rank ", name(message.peer), " sent more than the ", message.transfer_bytes,
                 " bytes that world rank ", name(rank), " expects; all must call with the same sizes");
   HELIX_EXPECTS(error_class == MPI_SUCCESS, ErrorCode::peer_failed, to_string(operation), " with world rank ",
                 name(message.peer), " failed: ", mpi::message_of(code));
   if (!message.is_recv) return;
-  int received = 0;
-  MPI_Get_count(&status, MPI_BYTE, &received);
+  const std::int64_t received = bytes_received(status);
   HELIX_EXPECTS(received == message.bytes, ErrorCode::invalid_argument, to_string(operation), ": world rank ",
-                name(message.peer), " sent ", received, " bytes, world rank ", name(rank), " expects ",
-                message.bytes, "; all must call with the same sizes");
+                name(message.peer), " sent ", message.begin + received, " bytes, world rank ", name(rank),
+                " expects ", message.transfer_bytes, "; all must call with the same sizes");
 }
 
 std::byte* MpiComm::Group::scratch_of(std::int64_t bytes) {

@@ -32,7 +32,9 @@ struct Posted {
   struct Message {
     int peer;
     bool is_recv;
+    std::int64_t begin;  // where in its transfer the message begins
     std::int64_t bytes;
+    std::int64_t transfer_bytes;
   };
   std::vector<MPI_Request> requests;
   std::vector<Message> messages;  // what each request belongs to
@@ -120,8 +122,13 @@ struct MpiComm::Group {
   std::vector<int> late_peers() const;
   /// Tests whether all messages of this thread are complete; sets `result` to MPI's.
   static bool test_all(int& result);
-  /// Cancels the thread's messages and throws an error that names the late ranks.
-  [[noreturn]] void give_up(Operation operation, const std::vector<int>& late);
+  /// Checks the pieces of unfinished transfers that have arrived. One that is too short ended its transfer,
+  /// so the pieces expected after it never come. @throws Error(invalid_argument) for it.
+  void check_pieces(Operation operation) const;
+  /// Cancels and frees this thread's messages that are not complete.
+  static void drop_requests();
+  /// Drops the thread's messages and throws an error that names the late ranks.
+  [[noreturn]] void give_up(Operation operation, const std::vector<int>& late) const;
 
   std::byte* scratch_of(std::int64_t bytes);
 

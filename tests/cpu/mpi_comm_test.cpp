@@ -29,6 +29,9 @@ static_assert(helix::Backend<helix::cpu::Backend<MpiComm>>);
 
 namespace {
 
+/// The most bytes that MpiComm sends as one MPI message.
+constexpr std::int64_t kMessageBytes = 64 << 20;
+
 /// Sums whose slices are longer than the library's eager messages.
 void long_sum_row(MpiComm& comm) {
   Stream stream;
@@ -50,22 +53,24 @@ void long_sum_row(MpiComm& comm) {
   }
 }
 
-/// Transfers longer than one MPI message, with a last piece of one byte.
+/// Transfers of more than one MPI message, with a last piece of no byte or one.
 void long_message_row(MpiComm& comm) {
-  constexpr std::int64_t kBytes = (64 << 20) + 1;
   if (comm.size() == 1 || comm.rank() > 1) return;
-  Stream stream;
-  std::vector<std::uint8_t> data(static_cast<std::size_t>(kBytes), 0);
-  if (comm.rank() == 0) {
-    for (std::int64_t i = 0; i < kBytes; ++i)
-      data[static_cast<std::size_t>(i)] = helix::contract::pattern(0, 1, i);
-    comm.send(data.data(), kBytes, 1, stream);
-  } else {
-    comm.recv(data.data(), kBytes, 0, stream);
-  }
-  stream.synchronize();
-  for (std::int64_t i = 0; i < kBytes; ++i) {
-    require(data[static_cast<std::size_t>(i)] == helix::contract::pattern(0, 1, i), "byte ", i, " is wrong");
+  for (const std::int64_t bytes : {kMessageBytes, kMessageBytes + 1}) {
+    Stream stream;
+    std::vector<std::uint8_t> data(static_cast<std::size_t>(bytes), 0);
+    if (comm.rank() == 0) {
+      for (std::int64_t i = 0; i < bytes; ++i)
+        data[static_cast<std::size_t>(i)] = helix::contract::pattern(0, 1, i);
+      comm.send(data.data(), bytes, 1, stream);
+    } else {
+      comm.recv(data.data(), bytes, 0, stream);
+    }
+    stream.synchronize();
+    for (std::int64_t i = 0; i < bytes; ++i) {
+      require(data[static_cast<std::size_t>(i)] == helix::contract::pattern(0, 1, i), "byte ", i, " of ",
+              bytes, " is wrong");
+    }
   }
 }
 
@@ -94,6 +99,40 @@ void size_mismatch_row(MpiComm& comm) {
   Stream healthy;
   comm.barrier(healthy);
   healthy.synchronize();
+}
+
+/// Rank 0 broadcasts long transfers of which rank 1 expects fewer or more bytes. A byte that follows must not
+/// be taken for what is missing, and nobody waits for what does not come.
+void long_size_mismatch_row(MpiComm& comm) {
+  if (comm.size() == 1) return;
+  struct Row {
+    std::int64_t sent;
+    std::int64_t expected;
+    bool is_followed;
+  };
+  std::vector<std::uint8_t> data;
+  if (comm.rank() <= 1) data.resize(static_cast<std::size_t>(2 * kMessageBytes));
+  for (const auto& [sent, expected, is_followed] :
+       {Row{2 * kMessageBytes, kMessageBytes, true}, Row{kMessageBytes, 2 * kMessageBytes, false},
+        Row{kMessageBytes + 1, kMessageBytes, false}, Row{kMessageBytes, kMessageBytes + 1, true}}) {
+    MpiComm doomed = comm.split(comm.rank() <= 1 ? 0 : 1, comm.rank());
+    if (comm.rank() <= 1) {
+      Stream stream;
+      doomed.broadcast(data.data(), comm.rank() == 0 ? sent : expected, 0, stream);
+      if (comm.rank() == 0 && is_followed) doomed.broadcast(data.data(), 1, 0, stream);
+      try {
+        stream.synchronize();
+        require(comm.rank() == 0, sent, " bytes were taken for ", expected);
+      } catch (const Error& error) {
+        require(error.code() == ErrorCode::invalid_argument, "unexpected error: ", error.what());
+        const std::string size = std::to_string(expected);
+        require(std::strstr(error.what(), size.c_str()) != nullptr, "unexpected message: ", error.what());
+      }
+    }
+    Stream healthy;
+    comm.barrier(healthy);
+    healthy.synchronize();
+  }
 }
 
 /// One rank skips one collective: the others name it.
@@ -127,6 +166,7 @@ int run_contract(MpiSession& session) {
   rows.push_back({"long sums equal the exact ones", long_sum_row});
   rows.push_back({"long messages go in pieces", long_message_row});
   rows.push_back({"sizes that differ are an error on every rank", size_mismatch_row});
+  rows.push_back({"sizes of long messages that differ are an error too", long_size_mismatch_row});
   rows.push_back({"an absent rank is named by the timeout", timeout_row});
   for (const auto& row : rows) {
     const auto begin = std::chrono::steady_clock::now();
