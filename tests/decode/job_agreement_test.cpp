@@ -110,8 +110,9 @@ TEST_CASE("every member of a request is compared, by the name of its option", "[
   }
 }
 
-TEST_CASE("widths, device and activation are compared, and threads, GPU, progress and reports are not",
-          "[quick]") {
+TEST_CASE(
+    "widths, device, activation and timeout are compared, and threads, GPU, progress and reports are not",
+    "[quick]") {
   const auto changed = [](auto value, auto change) {
     const auto before = fields_of(value);
     change(value);
@@ -140,6 +141,8 @@ TEST_CASE("widths, device and activation are compared, and threads, GPU, progres
   CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.is_plan_only = true; }),
              ContainsSubstring("--plan-only on"));
   CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.verify = true; }), ContainsSubstring("--verify on"));
+  CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.timeout_seconds = 1; }),
+             ContainsSubstring("--timeout 1, rank 0 with --timeout 60"));
 }
 
 TEST_CASE("a checkpoint is known by its config, tables and contents, wherever it lies, and soon", "[quick]") {
@@ -277,6 +280,8 @@ TEST_CASE("processes that differ in what matters decode nothing and name the fir
       {"prefill tokens", model + ids, model + ids + "--prefill-tokens 256",
        "--prefill-tokens 256, rank 0 with --prefill-tokens auto"},
       {"topology", model + ids, model + ids + "--kvp 2 --tpa 2", "--kvp 2, rank 0 with --kvp 4"},
+      {"timeout", model + ids, model + ids + "--timeout 59",
+       "rank 2 was started with --timeout 59, rank 0 with --timeout 60"},
       {"no such option", model + ids, model + ids + "--sede 7", "rank 2: "},
       {"no such model", model + ids, "--model /nonexistent " + ids, "rank 2: /nonexistent"},
   };

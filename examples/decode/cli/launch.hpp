@@ -68,7 +68,7 @@ struct LaunchOptions {
 };
 
 /// Adds the values that all ranks of a job must share. The number of threads, the machine, the GPU and the
-/// output may differ between ranks.
+/// output may differ between ranks. The activation and the timeout are compared as options.
 void add_fields(JobFields& fields, const LaunchOptions& options);
 
 /// Runs all ranks of `topo` as threads of this process.

@@ -308,6 +308,8 @@ void add_fields(JobFields& fields, const Options& options) {
                                 serve_limits, timeout_seconds, tuning, num_threads, json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--verify", verify ? "on" : "off"});
+  // How often a rank shows that it lives follows from its timeout, and must suit those of the others.
+  fields.push_back({"--timeout", std::to_string(timeout_seconds)});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
 
