@@ -3,6 +3,7 @@
 """Talks with a checkpoint: text in, text out, over helix-decode --serve."""
 import argparse
 import math
+import os
 import pathlib
 import signal
 import sys
@@ -146,7 +147,10 @@ def check_draws(options: argparse.Namespace, default_temperature: float) -> None
 def complain(words: str) -> None:
     """Says on one line what is wrong, whatever a file or the system put into it."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
-    print(f"chat: {line}", file=sys.stderr)
+    try:
+        print(f"chat: {line}", file=sys.stderr)
+    except OSError:
+        pass  # there is nowhere left to say it
 
 
 def converse(chat: Chat, decoder: Decoder) -> None:
@@ -175,8 +179,22 @@ def converse(chat: Chat, decoder: Decoder) -> None:
                 complain(f"{error}; /new begins a new conversation")
 
 
+def open_closed_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed. Input is then empty, and output to it fails."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR if name == "stderr" else os.O_RDONLY)  # the lowest, so its own
+            setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w"))
+
+
+def drop_output() -> None:
+    """Has what could not be written go nowhere. Python would try it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(arguments: list[str]) -> int:
     start = time.monotonic()
+    open_closed_streams()
     options = parse_arguments(arguments)
     is_conversation = not options.text and sys.stdin.isatty()
     sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the locale cannot encode
@@ -196,11 +214,17 @@ def main(arguments: list[str]) -> int:
                 converse(chat, decoder)
             else:
                 chat.say(" ".join(options.text) if options.text else sys.stdin.read())
+            sys.stdout.flush()
     except (DecoderError, TextError) as error:
         complain(str(error))
         return 1
     except BrokenPipeError:
+        drop_output()
         return 1  # nobody reads the answer
+    except OSError as error:
+        drop_output()
+        complain(f"the standard streams fail: {error.strerror or error}")
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

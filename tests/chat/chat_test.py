@@ -611,6 +611,22 @@ class Errors(unittest.TestCase):
             answer = run("--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "1", "--top-p", "0.5", *temperature, *EXACT)
             self.assertEqual((answer.returncode, answer.stderr), (0, ""))
 
+    def test_streams_that_are_closed_or_full_give_one_line_at_most(self) -> None:
+        command = " ".join([*CHAT, "--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "3"])
+        hello = " hello -- " + " ".join(EXACT)
+        for streams, code, words in (
+            (hello + " >/dev/full", 1, "chat: the standard streams fail: No space left on device"),
+            (hello + " >&-", 1, "chat: the standard streams fail: Bad file descriptor"),
+            (hello + " <&-", 0, ""),
+            (hello + " <&- >&-", 1, "chat: the standard streams fail: Bad file descriptor"),
+            (hello + " 2>&- >/dev/full", 1, ""),
+            (hello + " | true", 0, ""),
+            (" -- " + " ".join(EXACT) + " <&-", 0, ""),
+        ):
+            with self.subTest(streams=streams):
+                answer = subprocess.run(command + streams, shell=True, capture_output=True, text=True, timeout=120)
+                self.assertEqual((answer.returncode, answer.stderr.strip()), (code, words))
+
     def test_a_pipe_is_a_prompt(self) -> None:
         piped = run("--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "5", "--", *EXACT, text="helix:")
         given = run("--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "5", "helix:", "--", *EXACT)
