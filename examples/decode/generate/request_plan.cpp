@@ -53,6 +53,16 @@ void check_sequences(const GenerationRequest& request, const ModelConfig& model,
   }
 }
 
+void check_serving(const ServeLimits& limits, std::int64_t prefill_tokens, const ModelConfig& model) {
+  constexpr std::int64_t kMaxServedSequences = 4096;
+  expect_range("max_sequences", limits.max_sequences, 1, kMaxServedSequences);
+  HELIX_EXPECTS(limits.max_sequences + prefill_tokens <= kMaxStepTokens, ErrorCode::invalid_argument,
+                "max_sequences is ", limits.max_sequences, " and prefill_tokens ", prefill_tokens,
+                "; a step takes both, and at most ", kMaxStepTokens, " tokens");
+  expect_range("context", limits.max_tokens, 2, model.max_positions);
+  expect_range("kv_tokens", limits.kv_tokens, limits.max_tokens, kMaxTokens);
+}
+
 }  // namespace
 
 void check_penalties(const Penalties& penalties) {
@@ -86,16 +96,6 @@ void check_sizes(const GenerationRequest& request) {
                   sequence, " has ", request.prompt_length(sequence), " tokens and ", request.max_new_tokens,
                   " are to follow; a sequence has at most ", kMaxTokens);
   }
-}
-
-void check_serving(const ServeLimits& limits, std::int64_t prefill_tokens, const ModelConfig& model) {
-  constexpr std::int64_t kMaxServedSequences = 4096;
-  expect_range("max_sequences", limits.max_sequences, 1, kMaxServedSequences);
-  HELIX_EXPECTS(limits.max_sequences + prefill_tokens <= kMaxStepTokens, ErrorCode::invalid_argument,
-                "max_sequences is ", limits.max_sequences, " and prefill_tokens ", prefill_tokens,
-                "; a step takes both, and at most ", kMaxStepTokens, " tokens");
-  expect_range("context", limits.max_tokens, 2, model.max_positions);
-  expect_range("kv_tokens", limits.kv_tokens, limits.max_tokens, kMaxTokens);
 }
 
 void check_request(const GenerationRequest& request, const ModelConfig& model, const Topology& topo) {

@@ -26,9 +26,6 @@ void check_penalties(const Penalties& penalties);
 /// @throws Error(invalid_argument) naming the size and its limit.
 void check_sizes(const GenerationRequest& request);
 
-/// @throws Error(invalid_argument) naming the limit that is out of range.
-void check_serving(const ServeLimits& limits, const ModelConfig& model);
-
 /// Checks the request, including its sizes, against the model. Uses only values that all ranks share.
 /// @throws Error(invalid_argument) naming the sequence and the values.
 void check_request(const GenerationRequest& request, const ModelConfig& model, const Topology& topo);
