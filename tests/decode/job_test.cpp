@@ -38,10 +38,13 @@ Options options_of(std::vector<std::string> arguments) {
 /// llama-tiny with `generation_config` as its generation_config.json, or without that file.
 class Model {
  public:
-  /// `more_config` holds further members of config.json, each followed by a comma.
-  explicit Model(const std::string& generation_config, const std::string& more_config = "") {
+  /// `more_config` holds further members of config.json, each followed by a comma. `eos_ids` replaces its 2.
+  explicit Model(const std::string& generation_config, const std::string& more_config = "",
+                 const std::string& eos_ids = "2") {
     const std::filesystem::path original = std::filesystem::path(HELIX_TEST_DATA) / "llama-tiny";
     std::string config = read_file(original / "config.json");
+    const std::string eos = R"("eos_token_id": )";
+    config.replace(config.find(eos), eos.size() + 1, eos + eos_ids);
     config.insert(config.find('{') + 1, more_config);
     write_file(scratch_ / "config.json", config);
     std::filesystem::create_symlink(original / "model.safetensors", scratch_ / "model.safetensors");
@@ -90,6 +93,16 @@ std::string field_of(const decode::Job& job, std::string_view name) {
     if (field.name == name) return field.value;
   }
   return "";
+}
+
+/// Whether a line of the job's warnings has `part`.
+bool warns_of(const decode::Job& job, const std::string& part) {
+  const auto launcher = decode::make_thread_launcher();
+  const std::vector<std::string> lines =
+      decode::warnings(*launcher, job.checkpoint, job.config, job.defaults, *job.topo, job.options.request,
+                       job.launch, job.plan);
+  return std::ranges::any_of(lines,
+                             [&](const std::string& line) { return line.find(part) != std::string::npos; });
 }
 
 const std::string kGenerationConfig =
@@ -190,19 +203,24 @@ TEST_CASE("a repetition_penalty that the prompts of the command line do not take
           "[quick]") {
   const auto warns = [](const char* penalty, const std::vector<std::string>& options) {
     const decode::Job job = Model(std::string(R"({"repetition_penalty":)") + penalty + "}").job(options);
-    const auto launcher = decode::make_thread_launcher();
-    const std::vector<std::string> lines =
-        decode::warnings(*launcher, job.checkpoint, job.config, job.defaults, *job.topo, job.options.request,
-                         job.launch, job.plan);
-    return std::ranges::any_of(lines, [&](const std::string& line) {
-      return line.find(std::string("give --repetition-penalty ") + penalty) != std::string::npos;
-    });
+    return warns_of(job, std::string("give --repetition-penalty ") + penalty);
   };
   CHECK(warns("1.5", {"--prompt-ids", "1"}));
   CHECK_FALSE(warns("1.5", {"--prompt-ids", "1", "--repetition-penalty", "1.25"}));
   CHECK_FALSE(warns("1.5", {"--serve"}));
   CHECK_FALSE(warns("1", {"--prompt-ids", "1"}));
   CHECK_FALSE(warns("0", {"--prompt-ids", "1"}));  // no value of the option
+}
+
+TEST_CASE("a warning about ids that end no sequence names the file that they come from", "[quick]") {
+  const std::vector<std::string> ids = {"--prompt-ids", "1"};
+  const std::string fault = "config.json: eos_token_id 600 is outside";
+  const decode::Job own = Model(R"({"eos_token_id":[3,600]})").job(ids);
+  CHECK(warns_of(own, "/generation_" + fault));
+  const decode::Job without = Model("{}", "", "600").job(ids);
+  CHECK(warns_of(without, "/" + fault));
+  const decode::Job alone = Model("", "", "[2, 600]").job(ids);
+  CHECK(warns_of(alone, "/" + fault));
 }
 
 TEST_CASE("without generation_config.json, or its ids, sequences end where config.json says", "[quick]") {

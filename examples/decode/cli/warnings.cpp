@@ -73,12 +73,15 @@ std::optional<std::string> unread_attention_keys(const ModelConfig& config, cons
                      one_line(checkpoint.config_path()), config.model_type, fmt::join(keys, ", "));
 }
 
-std::optional<std::string> unknown_eos_ids(const ModelConfig& config, const Checkpoint& checkpoint) {
+std::optional<std::string> unknown_eos_ids(const ModelConfig& config, const GenerationDefaults& defaults,
+                                           const Checkpoint& checkpoint) {
   const std::int64_t vocab = config.shape.vocab;
   const auto unknown = std::ranges::find_if(config.eos_ids, [&](std::int64_t id) { return id >= vocab; });
   if (unknown == config.eos_ids.end()) return std::nullopt;
-  return fmt::format("warning: {}: eos_token_id {} is outside the vocabulary of {}: no sequence ends with it",
-                     one_line(checkpoint.config_path()), *unknown, vocab);
+  return fmt::format(
+      "warning: {}: eos_token_id {} is outside the vocabulary of {}: no sequence ends with it",
+      one_line(defaults.eos_ids.empty() ? checkpoint.config_path() : checkpoint.generation_config_path()),
+      *unknown, vocab);
 }
 
 std::optional<std::string> unheeded_keys(const GenerationDefaults& defaults, const Checkpoint& checkpoint) {
@@ -142,7 +145,7 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
     add(unused_weights(config, checkpoint));
     add(unread_rope_keys(config, checkpoint));
     add(unread_attention_keys(config, checkpoint));
-    add(unknown_eos_ids(config, checkpoint));
+    add(unknown_eos_ids(config, defaults, checkpoint));
     add(unheeded_keys(defaults, checkpoint));
     add(unheeded_penalty(defaults, checkpoint, request));
   }
