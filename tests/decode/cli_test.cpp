@@ -414,6 +414,11 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + kIds + "--device cpu --peer-memory auto",
        {"--peer-memory", "--device cuda"}},
   };
+  for (const char* flag : {"--ignore-eos=5", "--ignore-eos=banana", "--verify=-1", "--serve=no",
+                           "--plan-only=0", "--plan-only=true", "--help=", "--version=1"}) {
+    const std::string name = std::string(flag).substr(0, std::string(flag).find('='));
+    cases.push_back({model_option("llama-tiny") + kIds + flag, {name + " takes no value, and is given '"}});
+  }
   for (const char* draw : {"--top-p", "--min-p", "--top-k"})
     for (const char* greedy : {" 1", " 1 --temperature 0"})
       cases.push_back({model_option("llama-tiny") + kIds + draw + greedy, {draw, "--temperature"}});

@@ -551,6 +551,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
   check_refused({
       {"", {"--model", "required"}},
       {"--model gpt-17", {"gpt-17", "llama-3.1-405b"}},
+      {kLlama + "--frontier=5", {"--frontier takes no value, and is given '5'; give --frontier alone"}},
+      {kLlama + "--replicas=no", {"--replicas takes no value, and is given 'no'"}},
       {"--model /nowhere/config.json", {"/nowhere/config.json", "no such file"}},
       {"--model " + files.write("model.json", "{\"model_type\": \"llama\""), {"model.json", "JSON"}},
       {"--model " + files.write("rnn.json", "{\"model_type\": \"rnn\"}"), {"rnn.json", "rnn"}},

@@ -6,6 +6,7 @@
 #include <cctype>
 #include <cstddef>
 #include <iostream>
+#include <span>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
@@ -75,6 +76,19 @@ void expect_given_once(const CLI::App& app) {
     const std::string times = option->count() == 2 ? "twice" : fmt::format("{} times", option->count());
     throw Error(ErrorCode::invalid_argument, option->get_name(), " is given ", times, " (",
                 fmt::format("{}", fmt::join(option->results(), ", ")), "); give it once");
+  }
+}
+
+/// Refuses a value for an option that takes none, such as --serve=no: CLI11 reads it as a number or a truth.
+void expect_bare_flags(const CLI::App& app, std::span<const char* const> arguments) {
+  for (const std::string_view argument : arguments) {
+    const std::size_t end = argument.find('=');
+    if (!argument.starts_with("--") || end == std::string_view::npos) continue;
+    const std::string name(argument.substr(0, end));
+    const CLI::Option* const option = app.get_option_no_throw(name);
+    HELIX_EXPECTS(option == nullptr || option->get_items_expected_max() > 0, ErrorCode::invalid_argument,
+                  name, " takes no value, and is given '", argument.substr(end + 1), "'; give ", name,
+                  " alone, or drop it");
   }
 }
 
@@ -155,6 +169,7 @@ std::string version_text(std::string_view program) {
 
 bool parse_command_line(CLI::App& app, int argc, const char* const* argv) {
   app.set_version_flag("--version", version_text(app.get_name()), "print the version and what is built in");
+  expect_bare_flags(app, {argv, static_cast<std::size_t>(argc)});
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {

@@ -27,7 +27,7 @@ std::string version_text(std::string_view program);
 /// Parses the command line of `app`, including --version. Returns false after --help and --version, which it
 /// prints.
 /// @throws Error(invalid_argument) naming the option; for an unknown option it also names the nearest known
-/// one, and an empty value is an error too.
+/// one, and an empty value or a value of a flag is an error too.
 bool parse_command_line(CLI::App& app, int argc, const char* const* argv);
 
 /// The name in `names` that `wrong` may have meant, ignoring dashes, case and underscores; empty if none is
