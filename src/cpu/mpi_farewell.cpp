@@ -80,14 +80,13 @@ void Farewell::exchange(milliseconds timeout) {
   for (int peer = 0; peer < size; ++peer) {
     if (peer != rank) send(kFarewell, peer);
   }
-  std::vector<Clock::time_point> last_heard(static_cast<std::size_t>(size), Clock::now());
+  const auto fresh = [&] { return comm::Patience(comm::deadline_after(timeout)); };
+  std::vector<comm::Patience> patience(static_cast<std::size_t>(size), fresh());  // with each rank
   while (static_cast<int>(gone_.size()) < size) {
-    receive([&](int peer) { last_heard[static_cast<std::size_t>(peer)] = Clock::now(); });
+    receive([&](int peer) { patience[static_cast<std::size_t>(peer)] = fresh(); });
     std::vector<int> silent;
     for (int peer = 0; peer < size; ++peer) {
-      const bool is_silent =
-          Clock::now() - last_heard[static_cast<std::size_t>(peer)] >= comm::bounded(timeout);
-      if (is_silent && !gone_.contains(peer)) silent.push_back(peer);
+      if (!gone_.contains(peer) && patience[static_cast<std::size_t>(peer)].is_over()) silent.push_back(peer);
     }
     HELIX_EXPECTS(silent.empty(), ErrorCode::timeout, "world ", comm::rank_names(silent),
                   " gave no sign of life for ", comm::seconds(timeout), " s while world rank ", world_rank(),

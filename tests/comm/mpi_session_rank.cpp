@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank of an MPI job in which rank 2 stops at the place given by the first argument. The second argument
-// is the timeout in ms.
+// One rank of an MPI job in which rank 2 stops at the place given by the first argument, or all stop for a
+// while. The second argument is the timeout in ms.
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -8,6 +8,9 @@
 #include <optional>
 #include <string>
 #include <thread>
+
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/error.hpp>
@@ -23,6 +26,25 @@ bool is_culprit = false;
 
 void stop_in(const char* place) {
   if (is_culprit && way == place) (void)std::raise(SIGSTOP);
+}
+
+/// Starts a process that stops this one for 3/2 of the timeout once close() is called on the result.
+int start_suspender(std::chrono::milliseconds timeout) {
+  int ends[2];
+  if (pipe(ends) != 0) return -1;
+  const pid_t rank = getpid();
+  if (fork() == 0) {
+    close(ends[1]);
+    char byte = 0;
+    (void)!read(ends[0], &byte, 1);
+    std::this_thread::sleep_for(timeout / 4);
+    (void)kill(rank, SIGSTOP);
+    std::this_thread::sleep_for(timeout * 3 / 2);
+    (void)kill(rank, SIGCONT);
+    std::_Exit(0);
+  }
+  close(ends[0]);
+  return ends[1];
 }
 
 }  // namespace
@@ -51,6 +73,7 @@ int main(int argc, char** argv) {
   const std::chrono::milliseconds timeout(std::atoi(argv[2]));
   const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
   is_culprit = rank != nullptr && std::string(rank) == "2";
+  const int suspender = way == "suspended" ? start_suspender(timeout) : -1;  // before MPI has threads
   std::optional<MpiSession> session;
   try {
     session.emplace(nullptr, nullptr, timeout);
@@ -69,6 +92,8 @@ int main(int argc, char** argv) {
     session->abort(error.what());
   }
   stop_in("busy");
+  if (suspender >= 0) close(suspender);
+  if (way == "suspended" && is_culprit) std::this_thread::sleep_for(timeout * 2);
   if (way == "late" && is_culprit) std::this_thread::sleep_for(3 * timeout);  // busy, but alive
   return EXIT_SUCCESS;
 }

@@ -56,8 +56,8 @@ TEST_CASE("a rank that stops inside a call of MPI ends the job") {
   }
 }
 
-TEST_CASE("a rank that comes late to the end is waited for while it is alive") {
-  for (const char* way : {"late", "none"}) {
+TEST_CASE("a rank that comes late to the end is waited for while it is alive, also if all were suspended") {
+  for (const char* way : {"late", "suspended", "none"}) {
     const Job job = run_job(way);
     CAPTURE(way, job.run.output, job.seconds);
     CHECK(job.run.exit_code == 0);
