@@ -3,7 +3,8 @@
 //
 // An f32 is exactly the sum of three bf16, and tiles multiply bf16 exactly and add in f32. So three tile
 // products make one product in f32 arithmetic, at five times the rate of f32 vectors. Subnormals count as
-// zero.
+// zero. Infinities and quiet NaN among the f32 give what f32 arithmetic gives. An infinite bf16 may give NaN,
+// because it is multiplied by parts that are zero, too.
 //
 // A product has 16 f32 rows on one side (zero rows if fewer are needed) and proceeds in steps of 32 along the
 // summed dimension. A tile is 16 lines of 64 bytes. With up to 8 rows, the first and second bf16 of each row

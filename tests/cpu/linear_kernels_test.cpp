@@ -275,15 +275,24 @@ TEST_CASE("what the activations are is of no concern to weights that are not bf1
   }
 }
 
-TEST_CASE("infinities and NaN pass through products as they are") {
+// Of the activations: infinite weights may give NaN on tiles, see cpu/amx.hpp.
+TEST_CASE("infinities and NaN of activations pass through products as they are") {
+  constexpr std::int64_t kCols = 100;
+  constexpr std::int64_t kWeightRows = 5;
   for (const ProductInputs inputs : {ProductInputs::f32, ProductInputs::bf16}) {
-    Operands operands(2, 100, 5, DType::bf16, 9);
-    operands.in[3] = INFINITY;
-    operands.in[100 + 99] = NAN;
-    const std::vector<float> out = multiply_whole(operands, inputs, 1);
-    for (int n = 0; n < 5; ++n) {
-      CHECK(std::isinf(out[static_cast<std::size_t>(n)]));
-      CHECK(std::isnan(out[static_cast<std::size_t>(5 + n)]));
+    for (const std::int64_t rows :
+         {std::int64_t{2}, cpu::amx::kMinRows, cpu::amx::kHalfRows + 1, cpu::amx::kRows + 1}) {
+      Operands operands(rows, kCols, kWeightRows, DType::bf16, 9);
+      operands.in[3] = INFINITY;
+      operands.in.back() = NAN;
+      const std::vector<float> out = multiply_whole(operands, inputs, 1);
+      for (std::int64_t i = 0; i < rows * kWeightRows; ++i) {
+        INFO(rows << " rows, output " << i);
+        const float value = out[static_cast<std::size_t>(i)];
+        const std::int64_t row = i / kWeightRows;
+        CHECK(std::isinf(value) == (row == 0));
+        CHECK(std::isnan(value) == (row == rows - 1));
+      }
     }
   }
 }
