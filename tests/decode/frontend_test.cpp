@@ -112,6 +112,39 @@ TEST_CASE("a line that is too long is an error of its own, and the next one is r
   client.join();
 }
 
+TEST_CASE("the error of a line that is too long has the id that stands before the limit") {
+  struct Row {
+    std::string begin;
+    std::size_t spaces;
+    std::string end;
+    const char* id;
+  };
+  const std::string id = R"("id":"a")";
+  const std::size_t most = Frontend::kMaxLineBytes - 1 - id.size();
+  for (const auto& [begin, spaces, end, expected] :
+       {Row{"{" + id + ",", most, "}", "a"}, Row{"{", most, id + "}", "a"}, Row{"{", most + 1, id + "}", ""},
+        Row{"{,", most, id + "}", ""}}) {
+    Pipes pipes;
+    Frontend frontend(pipes.in[0], pipes.out[1]);
+    frontend.start_reading({});
+    std::thread client([&, line = begin + std::string(spaces, ' ') + end + "\n"] {
+      for (std::size_t sent = 0; sent < line.size(); sent += 65536) pipes.say(line.substr(sent, 65536));
+    });
+    std::optional<decode::ParsedLine> line;
+    for (int i = 0; i < 60 && !line; ++i) {
+      frontend.wait_for_line(milliseconds(1000));
+      line = frontend.take_line();
+    }
+    client.join();
+    REQUIRE(line);
+    const auto* bad = std::get_if<decode::BadLine>(&*line);
+    REQUIRE(bad != nullptr);
+    INFO(begin << " " << spaces);
+    CHECK(bad->id == expected);
+    CHECK_THAT(bad->message, StartsWith("a line has more than 67108864 bytes"));
+  }
+}
+
 TEST_CASE("the client is waited for until it has taken all, but not for longer than is said") {
   Pipes pipes;
   Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(100));

@@ -33,8 +33,8 @@ constexpr std::chrono::seconds kLastPatience(1);  // with a client that reads no
 /// Assembles lines from pieces of input.
 class LineSplitter {
  public:
-  /// Receives a line without its line end, or nullopt for a line of more than kMaxLineBytes.
-  using Take = std::function<void(std::optional<std::string>)>;
+  /// Receives a line without its line end, or the first kMaxLineBytes of a longer one, which is not whole.
+  using Take = std::function<void(const std::string& line, bool is_whole)>;
 
   explicit LineSplitter(Take take) : take_(std::move(take)) {}
 
@@ -43,24 +43,24 @@ class LineSplitter {
       const std::size_t end = bytes.find('\n');
       add_part(bytes.substr(0, end));
       if (end == std::string_view::npos) return;
-      if (!is_skipping_) take_(std::exchange(partial_, {}));
+      if (!is_skipping_) take_(std::exchange(partial_, {}), true);
       is_skipping_ = false;
       bytes.remove_prefix(end + 1);
     }
   }
   /// Takes a last line that has no line end.
   void finish() {
-    if (!partial_.empty()) take_(std::exchange(partial_, {}));
+    if (!partial_.empty()) take_(std::exchange(partial_, {}), true);
   }
 
  private:
   void add_part(std::string_view part) {
-    if (!is_skipping_ && partial_.size() + part.size() > Frontend::kMaxLineBytes) {
-      std::string().swap(partial_);
-      is_skipping_ = true;
-      take_(std::nullopt);
-    }
-    if (!is_skipping_) partial_ += part;
+    if (is_skipping_) return;
+    const std::size_t room = Frontend::kMaxLineBytes - partial_.size();
+    partial_ += part.substr(0, room);
+    if (part.size() <= room) return;
+    is_skipping_ = true;
+    take_(std::exchange(partial_, {}), false);
   }
 
   Take take_;
@@ -69,13 +69,13 @@ class LineSplitter {
 };
 
 /// Parses the line; returns nullopt for white space.
-std::optional<ParsedLine> parse_line(const std::optional<std::string>& line, const ServeDefaults& defaults) {
-  if (!line) {
-    return BadLine{
-        "", "a line has more than " + std::to_string(Frontend::kMaxLineBytes) + " bytes; send shorter ones"};
+std::optional<ParsedLine> parse_line(const std::string& line, bool is_whole, const ServeDefaults& defaults) {
+  if (!is_whole) {
+    return BadLine{id_of(line), "a line has more than " + std::to_string(Frontend::kMaxLineBytes) +
+                                    " bytes; send shorter ones"};
   }
-  if (line->find_first_not_of(" \t\r") == std::string::npos) return std::nullopt;
-  return parse_command(*line, defaults);
+  if (line.find_first_not_of(" \t\r") == std::string::npos) return std::nullopt;
+  return parse_command(line, defaults);
 }
 
 /// Memory that the parsed line takes besides its text.
@@ -200,8 +200,9 @@ bool Frontend::wait_for_room() {
 
 void Frontend::read_lines() {
   std::array<char, kReadBytes> buffer;
-  LineSplitter lines([this](const std::optional<std::string>& line) {
-    if (std::optional<ParsedLine> parsed = parse_line(line, *defaults_)) add_line(std::move(*parsed));
+  LineSplitter lines([this](const std::string& line, bool is_whole) {
+    if (std::optional<ParsedLine> parsed = parse_line(line, is_whole, *defaults_))
+      add_line(std::move(*parsed));
   });
   while (wait_for_room()) {
     // The output is watched only for a closed end, which an idle server would not notice otherwise.

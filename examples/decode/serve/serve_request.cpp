@@ -26,7 +26,7 @@ constexpr std::size_t kMaxIdBytes = 256;
 /// The name of values without a key in error messages.
 constexpr std::string_view kWhere = "request";
 
-/// Finds the id of a line that CommandReader refused before it reached the id. Skips everything else.
+/// Finds the id of a line that is refused before CommandReader reaches the id. Skips everything else.
 class IdReader : public JsonEvents {
  public:
   IdReader() : JsonEvents(kWhere) {}
@@ -256,6 +256,10 @@ class CommandReader : public JsonEvents {
 
 }  // namespace
 
+std::string id_of(std::string_view line) {
+  return IdReader().read(line);
+}
+
 ParsedLine parse_command(std::string_view line, const ServeDefaults& defaults) {
   CommandReader reader(defaults);
   std::string message;
@@ -267,7 +271,7 @@ ParsedLine parse_command(std::string_view line, const ServeDefaults& defaults) {
   } catch (const std::bad_alloc&) {
     message = "no memory for a line of " + std::to_string(line.size()) + " bytes; send shorter ones";
   }
-  return BadLine{reader.id().empty() ? IdReader().read(line) : reader.id(), std::move(message)};
+  return BadLine{reader.id().empty() ? id_of(line) : reader.id(), std::move(message)};
 }
 
 }  // namespace helix::decode

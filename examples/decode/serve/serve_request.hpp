@@ -61,6 +61,10 @@ struct BadLine {
 /// The command of a line, or its error.
 using ParsedLine = std::variant<ServeCommand, BadLine>;
 
+/// The id of the request in a line, or in the beginning of one, if it comes before the first malformed JSON;
+/// otherwise empty.
+std::string id_of(std::string_view line);
+
 /// Parses the command in `line`. A line for which there is not enough memory becomes a BadLine. Throws only
 /// if there is no memory even for that.
 ParsedLine parse_command(std::string_view line, const ServeDefaults& defaults);
