@@ -3,13 +3,16 @@
 #include "serve/frontend.hpp"
 
 #include <chrono>
+#include <csignal>
 #include <cstddef>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <thread>
 #include <variant>
 
 #include <fcntl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "support/catch.hpp"
@@ -167,6 +170,32 @@ TEST_CASE("the end says what a client that has not left did not read") {
   const std::string lost = frontend.finish();
   CHECK_THAT(lost, ContainsSubstring("nobody read standard output for 0.3 s at the end") &&
                        ContainsSubstring("bytes are lost"));
+}
+
+TEST_CASE("a decoder that was suspended waits for its client, which may have been suspended too") {
+  constexpr std::size_t kBytes = 300000;  // more than a pipe holds
+  Pipes pipes;
+  const pid_t decoder = fork();
+  REQUIRE(decoder >= 0);
+  if (decoder == 0) {
+    Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(2000));
+    frontend.write(std::string(kBytes, 'x'));
+    std::_Exit(frontend.finish().empty() ? 0 : 1);
+  }
+  Pipes::shut(pipes.out[1]);
+  std::this_thread::sleep_for(milliseconds(300));
+  REQUIRE(kill(decoder, SIGSTOP) == 0);
+  std::this_thread::sleep_for(milliseconds(3000));
+  REQUIRE(kill(decoder, SIGCONT) == 0);
+  std::this_thread::sleep_for(milliseconds(300));
+  std::size_t num_read = 0;
+  std::string buffer(65536, '\0');
+  for (ssize_t count = 1; count > 0; num_read += static_cast<std::size_t>(count))
+    count = read(pipes.out[0], buffer.data(), buffer.size());
+  CHECK(num_read == kBytes);
+  int status = 0;
+  REQUIRE(waitpid(decoder, &status, 0) == decoder);
+  CHECK(WEXITSTATUS(status) == 0);
 }
 
 TEST_CASE("without finish(), as after a failure, a client that reads nothing is waited for only briefly") {

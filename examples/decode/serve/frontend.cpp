@@ -29,6 +29,8 @@ namespace {
 constexpr std::size_t kReadBytes = 65536;
 constexpr int kPollMilliseconds = 100;
 constexpr std::chrono::seconds kLastPatience(1);  // with a client that reads nothing, after a failure
+/// Waits of kPollMilliseconds take so long only if this process was stopped, and perhaps its client too.
+constexpr std::chrono::milliseconds kOverslept(500);
 
 /// Assembles lines from pieces of input.
 class LineSplitter {
@@ -238,6 +240,7 @@ void Frontend::write_lines() {
     const std::string text = std::exchange(pending_, {});
     in_flight_ = text.size();
     auto last_progress = std::chrono::steady_clock::now();
+    auto last_look = last_progress;
     while (in_flight_ > 0 && !is_client_gone_) {
       lock.unlock();
       // A writable pipe takes PIPE_BUF bytes without blocking, so finish() never waits for long.
@@ -249,10 +252,9 @@ void Frontend::write_lines() {
       const int code = errno;
       lock.lock();
       const auto now = std::chrono::steady_clock::now();
-      if (count > 0) {
-        in_flight_ -= static_cast<std::size_t>(count);
-        last_progress = now;
-      }
+      if (count > 0) in_flight_ -= static_cast<std::size_t>(count);
+      if (count > 0 || now - last_look > kOverslept) last_progress = now;
+      last_look = now;
       const bool has_failed = count < 0 && code != EINTR && code != EAGAIN;
       if (has_failed && !has_left(code)) {
         failure_ =
