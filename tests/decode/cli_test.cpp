@@ -544,11 +544,16 @@ TEST_CASE("a process's resident memory grows by its share of the KV only", "[mpi
 }
 
 TEST_CASE("a bad configuration under mpirun ends all processes with one message", "[mpi]") {
-  const Run run = run_decode(model_option("llama-tiny") + "--prompt-ids 1,2,3 --kvp 2", HELIX_MPIRUN);
-  INFO(run.output);
-  CHECK(run.exit_code != 0);
-  CHECK_THAT(run.output, ContainsSubstring("the world has 4 ranks"));
-  CHECK(run.output.find("the world has 4 ranks") == run.output.rfind("the world has 4 ranks"));
+  std::vector<BadInput> cases = {{"--kvp 2", {"the world has 4 ranks"}}};
+  if (!decode::is_cuda_built())
+    cases.push_back({"--kvp 4 --device cuda", {"--device cuda: " + decode::cuda_unavailable_reason()}});
+  for (const auto& [arguments, parts] : cases) {
+    const Run run = run_decode(model_option("llama-tiny") + "--prompt-ids 1,2,3 " + arguments, HELIX_MPIRUN);
+    INFO(run.output);
+    CHECK(run.exit_code != 0);
+    CHECK_THAT(run.output, ContainsSubstring(parts.front()));
+    CHECK(run.output.find(parts.front()) == run.output.rfind(parts.front()));
+  }
 }
 #endif
 

@@ -215,7 +215,9 @@ std::unique_ptr<Launcher> make_thread_launcher() {
 }
 
 std::unique_ptr<Launcher> make_launcher(Device device, std::chrono::milliseconds timeout) {
-  if (device == Device::cuda) return is_cuda_job() ? make_cuda_launcher(timeout) : make_thread_launcher();
+  // Without a CUDA backend the memory plan is refused, on processes of MPI by one message for all.
+  if (device == Device::cuda && is_cuda_built())
+    return is_cuda_job() ? make_cuda_launcher(timeout) : make_thread_launcher();
   return is_mpi_process() ? make_mpi_launcher(timeout) : make_thread_launcher();
 }
 

@@ -153,10 +153,10 @@ class Launcher {
 std::unique_ptr<Launcher> make_thread_launcher();
 
 /// The launcher that fits the environment. With Device::cuda: one process per rank under torchrun, mpirun or
-/// srun; with Device::cpu: one process per rank under mpirun; otherwise threads. Collective over the
-/// processes of the job, which it connects. `timeout` is the longest wait for another process. The MPI
-/// launcher must be created first in main, before any thread.
-/// @throws Error(unsupported) if the device or MPI is not built in, Error(invalid_argument) naming the
+/// srun; with Device::cpu, or if CUDA is not built in: one process per rank under mpirun; otherwise threads.
+/// Collective over the processes of the job, which it connects. `timeout` is the longest wait for another
+/// process. The MPI launcher must be created first in main, before any thread.
+/// @throws Error(unsupported) if MPI is not built in or there is no GPU, Error(invalid_argument) naming the
 /// launcher's variable that is missing or wrong, and the errors of Bootstrap.
 std::unique_ptr<Launcher> make_launcher(Device device, std::chrono::milliseconds timeout);
 

@@ -78,6 +78,10 @@ cuda::PeerComm::Options peer_options(const LaunchOptions& options) {
 
 }  // namespace
 
+bool is_cuda_built() {
+  return true;
+}
+
 std::string cuda_unavailable_reason() {
   if (cuda::device_count() > 0) return "";
   return "no GPU can be used (" + cuda::no_device_reason() +

@@ -13,6 +13,9 @@
 
 namespace helix::decode {
 
+/// Whether the CUDA backend is built in.
+bool is_cuda_built();
+
 /// The reason why --device cuda cannot work here; empty if it can.
 std::string cuda_unavailable_reason();
 

@@ -14,6 +14,10 @@ namespace {
 
 }  // namespace
 
+bool is_cuda_built() {
+  return false;
+}
+
 std::string cuda_unavailable_reason() {
   return "this build has no CUDA backend; install a CUDA compiler and configure with HELIX_CUDA=ON, or give "
          "--device cpu";
