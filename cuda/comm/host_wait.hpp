@@ -3,12 +3,10 @@
 #pragma once
 
 #include <chrono>
-#include <optional>
 #include <thread>
 
 #include <cuda_runtime_api.h>
 
-#include <helix/comm/bootstrap.hpp>
 #include <helix/cuda/runtime.hpp>
 
 namespace helix::cuda {
@@ -49,21 +47,5 @@ void wait_awake(const Work& work, const ThrowIfFailed& throw_if_failed, const Lo
     if (waited >= kAwake) std::this_thread::sleep_for(kLook);
   }
 }
-
-/// While it lives, tells the job's watch, if there is one, that this rank waits.
-class BootstrapWait {
- public:
-  explicit BootstrapWait(std::optional<comm::Bootstrap>& bootstrap) : bootstrap_(bootstrap) {
-    if (bootstrap_) bootstrap_->begin_wait();
-  }
-  BootstrapWait(const BootstrapWait&) = delete;
-  BootstrapWait& operator=(const BootstrapWait&) = delete;
-  ~BootstrapWait() {
-    if (bootstrap_) bootstrap_->end_wait();
-  }
-
- private:
-  std::optional<comm::Bootstrap>& bootstrap_;
-};
 
 }  // namespace helix::cuda

@@ -10,6 +10,7 @@
 #include <helix/cuda/nccl_comm.hpp>
 #include <helix/error.hpp>
 
+#include "comm/bootstrap_wait.hpp"
 #include "comm/bytes.hpp"
 #include "comm/collective_arguments.hpp"
 #include "cuda/comm/host_wait.hpp"
@@ -150,8 +151,8 @@ template <class Work>
 void NcclComm::wait_for(const Work& work) const {
   State& state = *state_;
   NcclFamily& family = *state.family;
-  const BootstrapWait waiting(family.bootstrap);
-  const milliseconds limit = state.timeout + (family.bootstrap ? kWatchGrace : milliseconds(0));
+  const comm::BootstrapWait waiting(family.bootstrap);
+  const milliseconds limit = state.timeout + (family.bootstrap ? comm::kWatchGrace : milliseconds(0));
   const auto throw_if_failed = [&] { family.throw_if_failed(); };  // aborted work seems to succeed
   wait_awake(work, throw_if_failed, [&](Clock::duration waited) {
     check();

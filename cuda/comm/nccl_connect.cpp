@@ -13,6 +13,7 @@
 #include <helix/cuda/nccl_comm.hpp>
 #include <helix/error.hpp>
 
+#include "comm/bootstrap_wait.hpp"
 #include "comm/run_bounded.hpp"
 #include "comm/timeout.hpp"
 #include "cuda/comm/last_work.hpp"
@@ -113,7 +114,7 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
   const int rank = bootstrap.rank();
   const int size = bootstrap.size();
   const bool is_done = comm::run_bounded(
-      bootstrap.timeout() + kWatchGrace,
+      bootstrap.timeout() + comm::kWatchGrace,
       [handles, id, rank, size, device, graph_use] {
         HELIX_CUDA_CHECK(cudaSetDevice(device));
         std::ostringstream who;
@@ -143,7 +144,7 @@ NcclComm NcclComm::split(int color, int key) {
                 "; NCCL needs one that is not negative");
   const auto handles = std::make_shared<NcclHandles>(1);
   const bool is_done = comm::run_bounded(
-      state_->timeout + (state_->family->bootstrap ? kWatchGrace : milliseconds(0)),
+      state_->timeout + (state_->family->bootstrap ? comm::kWatchGrace : milliseconds(0)),
       [handles, state = state_, color, key] {
         state->call("split", [&](ncclComm_t comm) {
           return ncclCommSplit(comm, color, key, handles->place(0), nullptr);

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "comm/bootstrap_wait.hpp"
 #include "comm/meeting.hpp"
 #include "comm/rank_names.hpp"
 #include "comm/start_thread.hpp"
@@ -82,7 +83,7 @@ void NcclFamily::check_calls() {
     if (since == 0) continue;
     const Clock::duration waited = Clock::now().time_since_epoch() - Clock::duration(since);
     if (bootstrap && waited > kCallPoll) report_call(*state, since);
-    if (waited < state->timeout + (bootstrap ? kWatchGrace : milliseconds(0))) continue;
+    if (waited < state->timeout + (bootstrap ? comm::kWatchGrace : milliseconds(0))) continue;
     std::ostringstream text;
     text << "NCCL " << state->operation.load(std::memory_order_relaxed) << " on " << state->name()
          << " has waited on the host for " << comm::seconds(state->timeout) << " s for another rank"
@@ -95,8 +96,8 @@ void NcclFamily::report_call(const NcclComm::State& member, Clock::rep since) {
   // Under this lock a call either ends before it is reported, or ends later and then withdraws the report.
   const std::lock_guard lock(reporting_);
   if (reported_ != nullptr || member.call_since.load() != since) return;
+  reported_wait_ = bootstrap->begin_wait();
   reported_ = &member;
-  bootstrap->begin_wait();
 }
 
 void NcclFamily::end_call(NcclComm::State& member) {
@@ -105,7 +106,7 @@ void NcclFamily::end_call(NcclComm::State& member) {
   member.call_since.store(0);
   if (reported_ == &member) {
     reported_ = nullptr;
-    bootstrap->end_wait();
+    bootstrap->end_wait(reported_wait_);
   }
 }
 

@@ -78,6 +78,7 @@ struct NcclFamily {
   std::shared_ptr<CallWatch> watch_;
   std::mutex reporting_;
   const NcclComm::State* reported_ = nullptr;  // the member whose call was reported as a wait
+  std::uint64_t reported_wait_ = 0;            // the number of that wait
 };
 
 /// Frees a communicator without waiting for its other ranks. One borrowed from an engine is left alone.

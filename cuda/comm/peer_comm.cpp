@@ -10,6 +10,7 @@
 #include <helix/error.hpp>
 #include <helix/limits.hpp>
 
+#include "comm/bootstrap_wait.hpp"
 #include "comm/collective_arguments.hpp"
 #include "comm/operation.hpp"
 #include "cuda/comm/host_wait.hpp"
@@ -297,7 +298,7 @@ template <class Work>
 void PeerComm::wait_for(const Work& work) const {
   const State& state = *state_;
   PeerFamily& family = *state.family;
-  const BootstrapWait waiting(family.bootstrap);
+  const comm::BootstrapWait waiting(family.bootstrap);
   wait_awake(
       work, [&] { state.expect_no_failure(); },
       [&](Clock::duration waited) {

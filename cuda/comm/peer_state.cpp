@@ -11,6 +11,7 @@
 
 #include <helix/integers.hpp>
 
+#include "comm/bootstrap_wait.hpp"
 #include "comm/rank_names.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
@@ -71,7 +72,7 @@ const PeerFailure* PeerRank::failure() const {
 }
 
 milliseconds PeerFamily::limit() const {
-  return timeout + kRecordGrace + (bootstrap ? kWatchGrace : milliseconds(0));
+  return timeout + kRecordGrace + (bootstrap ? comm::kWatchGrace : milliseconds(0));
 }
 
 void PeerFamily::fail(const std::string& text) noexcept {

@@ -3,16 +3,11 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <ostream>
 #include <string_view>
 
 namespace helix::cuda {
-
-/// How much longer than the timeout a wait lasts if there is a watch, which learns after the timeout who is
-/// behind and says it better than a bare timeout.
-inline constexpr std::chrono::milliseconds kWatchGrace{2000};
 
 /// Counts the calls of one rank, so that errors can name ranks that are behind.
 struct RankProgress {

@@ -243,12 +243,12 @@ void Bootstrap::begin_operation(const char* operation) {
   state_->watch->operations.fetch_add(1, std::memory_order_relaxed);
 }
 
-void Bootstrap::begin_wait() {
-  state_->watch->waiting_since.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+std::uint64_t Bootstrap::begin_wait() {
+  return state_->watch->waits.begin();
 }
 
-void Bootstrap::end_wait() {
-  state_->watch->waiting_since.store(0, std::memory_order_relaxed);
+void Bootstrap::end_wait(std::uint64_t wait) {
+  state_->watch->waits.end(wait);
 }
 
 void Bootstrap::on_failure(std::function<void(const Error&)> callback) {

@@ -43,6 +43,26 @@ constexpr milliseconds kSending{200};
 
 }  // namespace
 
+std::uint64_t Waits::begin() {
+  const std::lock_guard lock(mutex_);
+  waits_.push_back({++last_, Clock::now().time_since_epoch().count()});
+  since_.store(waits_.front().since, std::memory_order_relaxed);
+  return last_;
+}
+
+void Waits::end(std::uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(waits_, [&](const Wait& wait) { return wait.number == number; });
+  since_.store(waits_.empty() ? 0 : waits_.front().since, std::memory_order_relaxed);
+}
+
+void Waits::begin_anew(Clock::time_point now) {
+  const std::lock_guard lock(mutex_);
+  if (waits_.empty()) return;
+  for (Wait& wait : waits_) wait.since = now.time_since_epoch().count();
+  since_.store(waits_.front().since, std::memory_order_relaxed);
+}
+
 void Watch::wake_up() const {
   const std::uint64_t one = 1;
   (void)!::write(wake.fd(), &one, sizeof(one));
@@ -102,7 +122,7 @@ Beat Watch::own_beat(Clock::time_point now) const {
   beat.operations = operations.load(std::memory_order_relaxed);
   const Clock::rep in_exchange = exchange_since.load(std::memory_order_acquire);
   set_text(beat.operation, (in_exchange != 0 ? exchange : operation).load(std::memory_order_relaxed));
-  const Clock::rep since = earlier(waiting_since.load(std::memory_order_relaxed), in_exchange);
+  const Clock::rep since = earlier(waits.since(), in_exchange);
   if (since != 0) {
     const auto waited = now - Clock::time_point(Clock::duration(since));
     beat.waited_ms = static_cast<std::uint32_t>(
@@ -241,7 +261,7 @@ void Watch::stay_awake() {
   const Clock::time_point before = std::exchange(awake_, Clock::now());
   if (awake_ - before <= options.timeout / 2) return;  // one step takes at most a quarter
   for (Peer& peer : peers) peer.last_heard = awake_;
-  begin_anew(waiting_since, awake_);
+  waits.begin_anew(awake_);
   begin_anew(exchange_since, awake_);
 }
 

@@ -41,6 +41,31 @@ struct Peer {
   std::size_t num_unsent = 0;  // at the end of `outgoing`
 };
 
+/// The waits of this rank for others. Several threads may wait at once.
+class Waits {
+ public:
+  Waits() { waits_.reserve(8); }  // so that few waits allocate nothing
+
+  /// Begins a wait and returns its number.
+  std::uint64_t begin();
+  void end(std::uint64_t number);
+  /// When the oldest wait began; 0: this rank does not wait.
+  Clock::rep since() const { return since_.load(std::memory_order_relaxed); }
+  /// Moves the start of all waits to `now`.
+  void begin_anew(Clock::time_point now);
+
+ private:
+  struct Wait {
+    std::uint64_t number;
+    Clock::rep since;
+  };
+
+  std::mutex mutex_;
+  std::vector<Wait> waits_;  // oldest first
+  std::uint64_t last_ = 0;   // number of a wait
+  std::atomic<Clock::rep> since_ = 0;
+};
+
 /// State shared with the watching thread. That thread may outlive the Bootstrap, if it drops the last copy
 /// itself.
 struct Watch {
@@ -52,7 +77,7 @@ struct Watch {
   std::atomic<std::uint64_t> step = 0;
   std::atomic<std::uint64_t> operations = 0;
   std::atomic<const char*> operation = "start";
-  std::atomic<Clock::rep> waiting_since = 0;  // 0: not waiting
+  Waits waits;
 
   // The transfer of broadcast(), gather() or barrier(): a wait too, maybe inside the one above.
   std::atomic<Clock::rep> exchange_since = 0;  // 0: none

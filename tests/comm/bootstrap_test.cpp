@@ -27,6 +27,7 @@
 #include <helix/comm/bootstrap.hpp>
 
 #include "comm/bootstrap_job.hpp"
+#include "comm/bootstrap_wait.hpp"
 #include "comm/lag.hpp"
 #include "comm/socket.hpp"
 #include "support/catch.hpp"
@@ -40,6 +41,7 @@ using helix::ErrorCode;
 using helix::comm::Beat;
 using helix::comm::Bootstrap;
 using helix::comm::BootstrapOptions;
+using helix::comm::BootstrapWait;
 using helix::comm::Standing;
 using helix::test::expect;
 using helix::test::free_port;
@@ -523,6 +525,45 @@ TEST_CASE("a rank that hangs is named though a rank of another stage made fewer 
   }
 }
 
+TEST_CASE("a rank still waits when the shorter wait of another of its threads has ended") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      3,
+      [](const BootstrapOptions& options) {
+        Bootstrap bootstrap(options);
+        FailureWatch watch(bootstrap);
+        bootstrap.barrier();
+        for (int i = 0; i <= options.rank; ++i) bootstrap.begin_operation("all_reduce");
+        if (options.rank != 2) bootstrap.begin_wait();
+        if (options.rank == 1) bootstrap.end_wait(bootstrap.begin_wait());
+        watch.wait();
+        bootstrap.check();
+      },
+      500ms);
+  for (const Outcome& outcome : outcomes) {
+    CHECK(outcome.code == ErrorCode::peer_failed);
+    CHECK_THAT(outcome.message, StartsWith("rank 2 of 3 failed in all_reduce"));
+  }
+}
+
+TEST_CASE("short waits of several threads that overlap do not add up to a long one") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      2,
+      [](const BootstrapOptions& options) {
+        Bootstrap bootstrap(options);
+        if (options.rank == 0) std::this_thread::sleep_for(3s);
+        for (std::uint64_t i = 0, last = 0; options.rank == 1 && i < 30; ++i) {
+          const std::uint64_t next = bootstrap.begin_wait();
+          bootstrap.end_wait(last);
+          last = next;
+          std::this_thread::sleep_for(100ms);
+          if (i == 29) bootstrap.end_wait(last);
+        }
+        bootstrap.barrier();
+      },
+      2s);
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
 TEST_CASE("a rank that left before the others were done is named by those that wait") {
   const std::vector<Outcome> outcomes = run_bootstrap_job(
       3,
@@ -598,9 +639,9 @@ TEST_CASE("a job that is stopped as a whole for longer than the timeout goes on"
         3,
         [](const BootstrapOptions& options) {
           Bootstrap bootstrap(options);
-          if (options.rank == 1) bootstrap.begin_wait();
+          const std::uint64_t wait = options.rank == 1 ? bootstrap.begin_wait() : 0;
           if (options.rank != 0) std::this_thread::sleep_for(1400ms);  // rank 0 waits for this
-          bootstrap.end_wait();
+          bootstrap.end_wait(wait);
           bootstrap.barrier();
         },
         600ms, port);
@@ -675,9 +716,8 @@ TEST_CASE("a rank that makes operations is not named, though another waits for l
         if (options.rank == working) {
           make_operations(bootstrap, 3500ms);
         } else {
-          bootstrap.begin_wait();
+          const BootstrapWait waiting(bootstrap);
           std::this_thread::sleep_for(3500ms);
-          bootstrap.end_wait();
         }
         bootstrap.check();
         bootstrap.barrier();
@@ -692,10 +732,12 @@ TEST_CASE("a rank is not named by an exchange that has just begun, though anothe
       [](const BootstrapOptions& options) {
         Bootstrap bootstrap(options);
         bootstrap.barrier();
-        if (options.rank == 2) bootstrap.begin_wait();
-        if (options.rank == 2) std::this_thread::sleep_for(3200ms);
-        if (options.rank == 2) bootstrap.end_wait();
-        if (options.rank != 2) make_operations(bootstrap, options.rank == 0 ? 2600ms : 3200ms);
+        if (options.rank == 2) {
+          const BootstrapWait waiting(bootstrap);
+          std::this_thread::sleep_for(3200ms);
+        } else {
+          make_operations(bootstrap, options.rank == 0 ? 2600ms : 3200ms);
+        }
         bootstrap.barrier();
       },
       2s);

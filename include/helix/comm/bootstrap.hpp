@@ -122,10 +122,11 @@ class HELIX_API Bootstrap {
   /// Tells the other ranks' watch what this rank does next. `operation` is a string literal; "" means
   /// unknown, as in a replayed step. Cheap, any thread.
   void begin_operation(const char* operation);
-  /// Begins a wait for other ranks. It must not outlast the timeout at one step and operation.
-  void begin_wait();
-  /// Ends the wait that begin_wait() began.
-  void end_wait();
+  /// Begins a wait for other ranks and returns its number. It must not outlast the timeout at one step and
+  /// operation. Waits of several threads may overlap; the watch sees the one that began first. Any thread.
+  std::uint64_t begin_wait();
+  /// Ends the wait that begin_wait() returned; on any thread.
+  void end_wait(std::uint64_t wait);
 
   /// Calls `callback` once with an Error(peer_failed) that names rank, operation and step: on the thread that
   /// learns of the failure, or at once if the job has failed already. The callback must not throw. If no
