@@ -22,6 +22,7 @@
 
 #include "comm/all_of.hpp"
 #include "comm/bootstrap_messages.hpp"
+#include "comm/bootstrap_wait.hpp"
 #include "comm/check_after_close.hpp"
 #include "comm/rendezvous.hpp"
 
@@ -200,7 +201,8 @@ int LocalLinks::recv(int rank, std::span<std::byte> message) const {
 }
 
 void LocalLinks::send_message(int rank, std::span<const std::byte> message, int descriptor) const {
-  Patience patience(deadline_after(bootstrap_.timeout()));
+  const BootstrapWait waiting(bootstrap_);
+  Patience patience(deadline_after(bootstrap_.timeout() + kWatchGrace));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
   iovec part{const_cast<std::byte*>(message.data()), message.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
@@ -239,7 +241,8 @@ void LocalLinks::send_message(int rank, std::span<const std::byte> message, int 
 }
 
 int LocalLinks::recv_message(int rank, std::span<std::byte> message) const {
-  Patience patience(deadline_after(bootstrap_.timeout()));
+  const BootstrapWait waiting(bootstrap_);
+  Patience patience(deadline_after(bootstrap_.timeout() + kWatchGrace));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
   Socket descriptor;  // not necessarily a socket
   std::size_t received = 0;

@@ -33,13 +33,15 @@ class HELIX_API LocalLinks {
   /// Why this process could not be linked with its neighbours; empty: it is.
   const std::string& why_not() const { return why_not_; }
 
-  // After a message fails to be sent or received, all later ones fail: see FirstFailure.
+  // After a message fails to be sent or received, all later ones fail: see FirstFailure. While a message is
+  // sent or received, the job's watch sees that this rank waits. If it names nobody within the job's timeout
+  // and kWatchGrace, the wait ends with Error(timeout).
 
   /// Sends a message, with a descriptor unless that is -1. @throws Error(timeout) if the rank reads too
-  /// little for the job's timeout, Error(peer_failed).
+  /// little, Error(peer_failed).
   void send(int rank, std::span<const std::byte> message, int descriptor = -1) const;
-  /// Receives a message of exactly this size; returns its descriptor or -1. @throws Error(timeout) past the
-  /// job's timeout, Error(peer_failed).
+  /// Receives a message of exactly this size; returns its descriptor or -1. @throws Error(timeout),
+  /// Error(peer_failed).
   int recv(int rank, std::span<std::byte> message) const;
 
  private:

@@ -16,6 +16,7 @@
 #include <helix/comm/bootstrap.hpp>
 
 #include "comm/bootstrap_job.hpp"
+#include "comm/bootstrap_wait.hpp"
 #include "comm/linked_group.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -25,6 +26,8 @@ using Catch::Matchers::ContainsSubstring;
 using helix::ErrorCode;
 using helix::comm::Bootstrap;
 using helix::comm::BootstrapOptions;
+using helix::comm::BootstrapWait;
+using helix::comm::kWatchGrace;
 using helix::comm::LinkedGroup;
 using helix::comm::LocalLinks;
 using helix::comm::Socket;
@@ -152,8 +155,10 @@ TEST_CASE("what came too late is not taken for the next message") {
         std::array<std::byte, 2> message{};
         if (options.rank == 1) {
           links->send(0, std::span(message).first(1));
-          // So that the other rank does not wait longer for this one than it may.
-          std::this_thread::sleep_for(1200ms);
+          {
+            const BootstrapWait waiting(bootstrap);  // else the watch would name this rank
+            std::this_thread::sleep_for(1200ms + kWatchGrace);
+          }
           bootstrap.barrier();
           return;
         }
@@ -183,12 +188,40 @@ TEST_CASE("a rank that reads nothing is late, not gone") {
                      failure->what == "rank 1 read too little from its local socket within 1 s",
                  failure ? failure->what.c_str() : "1000 messages fit into the socket");
         } else {
-          std::this_thread::sleep_for(1200ms);  // so that the other rank does not wait longer than it may
+          const BootstrapWait waiting(bootstrap);  // else the watch would name this rank
+          std::this_thread::sleep_for(1200ms + kWatchGrace);
         }
         bootstrap.barrier();
       },
       1s);
   for (const auto& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("who hangs is named, not a rank that waits for it on a local socket") {
+  const auto outcomes = run_bootstrap_job(
+      4,
+      [](BootstrapOptions options) {
+        Bootstrap bootstrap(options);
+        const auto links = connected(bootstrap);
+        bootstrap.barrier();
+        bootstrap.begin_operation("split");
+        if (options.rank == 0) {
+          const BootstrapWait waiting(bootstrap);
+          std::this_thread::sleep_for(2s);
+        }
+        if (options.rank == 1) (void)LinkedGroup(links, {1, 3}, 0).all_of(options.rank);
+        if (options.rank == 2) (void)LinkedGroup(links, {1, 2}, 1).all_of(options.rank);
+        if (options.rank == 3) {
+          bootstrap.begin_operation("prefill");  // it is farther on than the ranks that wait
+          std::this_thread::sleep_for(2s);
+        }
+        bootstrap.check();
+      },
+      1s);
+  for (const auto& outcome : outcomes) {
+    CHECK(outcome.code == ErrorCode::peer_failed);
+    CHECK_THAT(outcome.message, ContainsSubstring("rank 3 of 4 failed in prefill"));
+  }
 }
 
 TEST_CASE("a wait for a rank that sends nothing ends, at its end or at the timeout") {
