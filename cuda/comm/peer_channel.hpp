@@ -41,9 +41,9 @@ struct PeerFailure {
 
 /// Shared by all kernels of a rank, in all of its groups, to stop their waits. Device memory, initially zero.
 struct PeerStop {
-  std::uint32_t gave_up = 0;  ///< Not 0: no kernel waits any more.
-  std::uint32_t claim = 0;    ///< Not 0: some thread records the failure.
-  unsigned long long missing = 0;
+  std::uint32_t gave_up = 0;       ///< Not 0: no kernel waits any more.
+  std::uint32_t claim = 0;         ///< Not 0: 1 + PeerWaits::group of the thread that records the failure.
+  unsigned long long missing = 0;  ///< PeerFailure::missing, of that group.
 };
 
 /// How kernels wait for the peers of a group, and when they stop.

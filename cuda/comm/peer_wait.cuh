@@ -53,15 +53,29 @@ __device__ __forceinline__ bool may_send(const PeerWaits& waits) {
   return __syncthreads_or(threadIdx.x == 0 && has_given_up(waits)) == 0;
 }
 
+/// Tells the peers of this group that this rank has given up.
+__device__ __forceinline__ void poison_peers(const PeerWaits& waits) {
+  for (int p = 0; p < waits.size; ++p) {
+    auto* word = reinterpret_cast<std::uint32_t*>(reinterpret_cast<std::byte*>(waits.poison + waits.rank) +
+                                                  p * waits.stride);
+    *static_cast<volatile std::uint32_t*>(word) = 1u;
+  }
+  __threadfence_system();
+}
+
 /// Records the failure unless one is recorded already. Releases all waits of this rank, and of the peers of
-/// this group that wait for it. Peers in its other groups learn of the failure from the hosts, or wait until
-/// their deadlines. On return the record is complete, or its writer has taken too long.
+/// this group that wait for it. Peers in its other groups learn of the failure when a wait there calls this,
+/// from the hosts, or at their deadlines. On return the record is complete, or its writer has taken too long.
 static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fault, int peer,
                                             std::uint64_t seen, std::uint64_t wanted) {
   PeerStop& stop = *waits.stop;
-  if (fault != PeerFault::gave_up) atomicOr(&stop.missing, 1ull << peer);
-  const bool is_first = atomicCAS(&stop.claim, 0u, 1u) == 0u;
-  if (is_first) {
+  const std::uint32_t own_claim = waits.group + 1;
+  const std::uint32_t claim = atomicCAS(&stop.claim, 0u, own_claim);
+  const bool is_first = claim == 0;
+  if (fault != PeerFault::gave_up && (is_first || claim == own_claim)) atomicOr(&stop.missing, 1ull << peer);
+  if (has_given_up(waits)) {
+    // The record is complete; only the peers of this group may not know yet.
+  } else if (is_first) {
     __nanosleep(50'000);  // meanwhile other threads that give up add their peers
     PeerFailure& failure = *waits.failure;
     failure.fault = fault;
@@ -72,15 +86,10 @@ static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fa
     failure.wanted = wanted;
     __threadfence_system();  // a host that sees is_complete sees the rest
     *static_cast<volatile std::uint32_t*>(&failure.is_complete) = 1u;
-    for (int p = 0; p < waits.size; ++p) {
-      auto* word = reinterpret_cast<std::uint32_t*>(reinterpret_cast<std::byte*>(waits.poison + waits.rank) +
-                                                    p * waits.stride);
-      *static_cast<volatile std::uint32_t*>(word) = 1u;
-    }
-    __threadfence_system();
   } else {
     for (int i = 0; i < 1000 && volatile_word(&waits.failure->is_complete) == 0; ++i) __nanosleep(1'000);
   }
+  poison_peers(waits);
   *static_cast<volatile std::uint32_t*>(&stop.gave_up) = 1u;
 }
 
@@ -120,7 +129,7 @@ __device__ __forceinline__ bool wait_for_peer(const PeerWaits& waits, int peer, 
   const std::uint64_t begin = global_ns();
   for (unsigned i = 1; seen == Seen::not_yet; ++i) {
     if (i % 64 == 0) {
-      if (has_given_up(waits)) return false;
+      if (has_given_up(waits)) break;
       if (const int culprit = poisoned_by(waits); culprit >= 0) {
         give_up(waits, PeerFault::gave_up, culprit, value, wanted);
         return false;
@@ -134,6 +143,8 @@ __device__ __forceinline__ bool wait_for_peer(const PeerWaits& waits, int peer, 
     seen = look(value);
   }
   if (seen == Seen::there) return true;
+  // Where this rank has given up already, this only tells the peers, before this rank writes again where they
+  // may still read.
   give_up(waits, PeerFault::out_of_step, peer, value, wanted);
   return false;
 }

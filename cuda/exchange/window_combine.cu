@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
               rows, PartialRowInMemory<T, false>(rows, all_out, all_lse, token, head), share, token, head);
         });
   }
-  // A peer that gave up after its header was sent may have written its next rows over those merged here. It
-  // says so first. The block has used its rows, so this look comes after them.
+  // A peer that gave up, in any group, after its header was sent may have written its next rows over those
+  // merged here. It says so in this group first. The block has used its rows, so this look comes after them.
   __syncthreads();
   if (has_peer && has_peer_given_up(waits, peer))
     give_up(waits, PeerFault::gave_up, peer, seen, place.exchanges);

@@ -571,6 +571,32 @@ TEST_CASE("an abort lets the kernels of all ranks go, also of parts") {
   }
 }
 
+TEST_CASE("a rank that has given up in one group lets its peers in another go where it waits") {
+  HELIX_REQUIRE_GPUS(1);
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2, 2s, false), [](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    PeerComm part = comm.split(0, comm.rank());
+    const Stream stream = Stream::create();
+    const Stream other = Stream::create();
+    part.barrier(stream);
+    part.synchronize(stream);
+    if (comm.rank() == 0) {
+      comm.barrier(stream);  // the only rank to call it: gives up after 2 s
+      std::this_thread::sleep_for(1s);
+      part.barrier(other);  // waits for rank 1 meanwhile
+      std::this_thread::sleep_for(4s);
+      part.synchronize(other);
+    } else {
+      std::this_thread::sleep_for(2500ms);
+      part.barrier(stream);
+      part.barrier(stream);  // rank 0, whose host has not looked yet, does not come to this one
+      part.synchronize(stream);
+    }
+  });
+  INFO(outcomes.all_messages());
+  CHECK_THAT(outcomes.message(1), ContainsSubstring("rank 0 gave up waiting for other ranks"));
+}
+
 TEST_CASE("what NCCL has aborted is not taken as done") {
   HELIX_REQUIRE_GPUS(2);
   std::atomic<bool> has_waited = false;
