@@ -27,8 +27,8 @@ class PeerHosts {
   const std::string& why_apart() const { return why_apart_; }
 
   /// If they can: allocates at least `bytes` on each rank, at a stride that is a multiple of `multiple`
-  /// bytes. @throws Error(unsupported) or Error(capacity) on all ranks; what a bounded wait for other ranks
-  /// throws.
+  /// bytes. @throws Error(unsupported), Error(capacity) or Error(io) on all ranks; what a bounded wait for
+  /// other ranks throws.
   virtual std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) = 0;
 
   /// Whether the hosts meet when they queue kernels that wait for peers, so that all of these are queued

@@ -91,7 +91,9 @@ std::vector<std::byte> try_reach(const comm::LinkedGroup& group, int device, std
   }
   const std::vector<Offer> offers = group.all_of(offer);
   if (obstacle.empty()) obstacle = why_not_alike(offers, group.root_ranks());
-  const std::vector<comm::Socket> descriptors = group.exchange(exported);
+  std::string lost;
+  const std::vector<comm::Socket> descriptors = group.exchange(exported, lost);
+  if (obstacle.empty()) obstacle = lost;
   std::vector<std::byte> reach(group.size());
   std::vector<std::unique_ptr<PeerRange>> mapped;  // kept until all ranks have tried
   for (std::size_t i = 0; i < group.size(); ++i) {

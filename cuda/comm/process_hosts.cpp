@@ -86,7 +86,9 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
   } catch (const Error& error) {
     failure = error;  // sends no descriptor, but still takes part in the exchange
   }
-  const std::vector<comm::Socket> descriptors = group_.exchange(exported);
+  std::string lost;
+  const std::vector<comm::Socket> descriptors = group_.exchange(exported, lost);
+  if (!failure && !lost.empty()) failure = Error(ErrorCode::io, lost);
   const auto is_own = [&](std::size_t i) { return static_cast<int>(i) == group_.rank(); };
   bool are_all_there = !failure;
   for (std::size_t i = 0; i < descriptors.size(); ++i)

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -49,15 +50,22 @@ class LinkedGroup {
   }
 
   /// The descriptors of all ranks, exchanged for this rank's; closed for this rank, or one without a
-  /// descriptor.
-  std::vector<Socket> exchange(const Socket& own) const {
+  /// descriptor, or one whose descriptor this process has no room for: `lost` then says so.
+  std::vector<Socket> exchange(const Socket& own, std::string& lost) const {
     const std::byte mark{1};
     for (std::size_t i = 0; i < size(); ++i)
       if (i != rank_) links_->send(root_ranks_[i], std::span(&mark, 1), own.fd());
     std::vector<Socket> descriptors(size());
     for (std::size_t i = 0; i < size(); ++i) {
+      if (i == rank_) continue;
       std::byte received{};
-      if (i != rank_) descriptors[i] = Socket(links_->recv(root_ranks_[i], std::span(&received, 1)));
+      const int descriptor = links_->recv(root_ranks_[i], std::span(&received, 1));
+      if (descriptor == LocalLinks::kNoRoom) {
+        lost = "no room for the descriptor that rank " + std::to_string(root_ranks_[i]) +
+               " sent: this process may have no more open files; raise its limit (ulimit -n)";
+      } else {
+        descriptors[i] = Socket(descriptor);
+      }
     }
     return descriptors;
   }

@@ -245,6 +245,7 @@ int LocalLinks::recv_message(int rank, std::span<std::byte> message) const {
   Patience patience(deadline_after(bootstrap_.timeout() + kWatchGrace));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
   Socket descriptor;  // not necessarily a socket
+  bool has_room = true;
   std::size_t received = 0;
   while (received < message.size()) {
     bootstrap_.check();
@@ -264,9 +265,7 @@ int LocalLinks::recv_message(int rank, std::span<std::byte> message) const {
       check_after_close([this] { bootstrap_.check(); });
       throw Error(ErrorCode::peer_failed, "rank ", rank, " closed its local socket");
     }
-    HELIX_EXPECTS((header.msg_flags & MSG_CTRUNC) == 0, ErrorCode::io,
-                  "no room for the descriptor that rank ", rank,
-                  " sent: this process may have no more open files; raise its limit (ulimit -n)");
+    has_room = has_room && (header.msg_flags & MSG_CTRUNC) == 0;
     for (cmsghdr* carried = CMSG_FIRSTHDR(&header); carried != nullptr;
          carried = CMSG_NXTHDR(&header, carried)) {
       if (carried->cmsg_level != SOL_SOCKET || carried->cmsg_type != SCM_RIGHTS) continue;
@@ -276,7 +275,7 @@ int LocalLinks::recv_message(int rank, std::span<std::byte> message) const {
     }
     received += static_cast<std::size_t>(bytes);
   }
-  return descriptor.release();
+  return has_room ? descriptor.release() : kNoRoom;
 }
 
 }  // namespace helix::comm

@@ -28,6 +28,8 @@ class HELIX_API LocalLinks {
   /// says why. @throws what the Bootstrap throws.
   static std::shared_ptr<const LocalLinks> connect(Bootstrap& bootstrap, std::string_view name);
 
+  static constexpr int kNoRoom = -2;
+
   /// Islands of linked ranks, by rank; equal on all ranks of the job.
   const std::vector<int>& neighbourhoods() const { return neighbourhoods_; }
   /// Why this process could not be linked with its neighbours; empty: it is.
@@ -40,8 +42,8 @@ class HELIX_API LocalLinks {
   /// Sends a message, with a descriptor unless that is -1. @throws Error(timeout) if the rank reads too
   /// little, Error(peer_failed).
   void send(int rank, std::span<const std::byte> message, int descriptor = -1) const;
-  /// Receives a message of exactly this size; returns its descriptor or -1. @throws Error(timeout),
-  /// Error(peer_failed).
+  /// Receives a message of exactly this size; returns its descriptor, -1, or kNoRoom: one was sent, but this
+  /// process may have no more open files. @throws Error(timeout), Error(peer_failed).
   int recv(int rank, std::span<std::byte> message) const;
 
  private:

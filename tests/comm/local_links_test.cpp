@@ -10,7 +10,10 @@
 #include <thread>
 #include <vector>
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <helix/comm/bootstrap.hpp>
@@ -20,6 +23,7 @@
 #include "comm/linked_group.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
+#include "support/free_port.hpp"
 
 using namespace std::chrono_literals;
 using Catch::Matchers::ContainsSubstring;
@@ -117,12 +121,57 @@ TEST_CASE("ranks that give different names are not linked, and a group of links 
       for (std::size_t i = 0; i < ranks.size(); ++i)
         expect(told[i] == 10 * ranks[i] + round, "another value");
     }
-    const std::vector<Socket> descriptors = group.exchange(options.rank == 1 ? Socket() : Socket(::dup(0)));
+    std::string lost;
+    const std::vector<Socket> descriptors =
+        group.exchange(options.rank == 1 ? Socket() : Socket(::dup(0)), lost);
+    expect(lost.empty(), lost.c_str());
     for (std::size_t i = 0; i < ranks.size(); ++i)
       expect(descriptors[i].is_open() == (ranks[i] != options.rank && ranks[i] != 1), "another descriptor");
     bootstrap.barrier();
   });
   for (const auto& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("a descriptor for which a process has no room is told, and the messages go on") {
+  const int port = helix::test::free_port();
+  const auto in_job = [&](int rank, const auto& body) {
+    Bootstrap bootstrap({.rank = rank, .size = 2, .port = port, .timeout = 10s, .heartbeat = 50ms});
+    const LinkedGroup group(connected(bootstrap), {0, 1}, rank);
+    const Socket own(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    bootstrap.barrier();
+    std::string lost;
+    body(group, own, lost);
+    expect(group.all_of(rank) == std::vector<int>{0, 1}, "another value");
+    bootstrap.barrier();
+  };
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int code = 1;
+    try {
+      in_job(1, [](const LinkedGroup& group, const Socket& own, std::string& lost) {
+        const rlimit limit{64, 64};
+        ::setrlimit(RLIMIT_NOFILE, &limit);
+        std::vector<Socket> files;
+        do {
+          files.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+        } while (files.back().is_open());
+        const std::vector<Socket> descriptors = group.exchange(own, lost);
+        expect(!descriptors[0].is_open(), "a descriptor came");
+        expect(lost.find("no room for the descriptor that rank 0 sent") == 0, "another reason");
+      });
+      code = 0;
+    } catch (...) {
+      // The exit code says so.
+    }
+    ::_exit(code);
+  }
+  in_job(0, [](const LinkedGroup& group, const Socket& own, std::string& lost) {
+    CHECK(group.exchange(own, lost)[1].is_open());
+    CHECK(lost.empty());
+  });
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  CHECK(status == 0);
 }
 
 TEST_CASE("a rank that only reacted to the end of another is not named for its closed socket") {

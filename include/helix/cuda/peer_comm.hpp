@@ -158,7 +158,7 @@ class HELIX_API PeerComm {
   /// Allocates a window of at least `bytes` a rank, whose stride is a multiple of 16 * `parts` bytes.
   /// Collective, with equal arguments; blocks the host. @throws Error(invalid_argument) unless `bytes` is 1
   /// to 2^48 and `parts` 1 to kMaxCount; Error(unsupported) without windows; Error(capacity) on all ranks if
-  /// one of them has no room. The group stays usable.
+  /// one of them has no room, Error(io) if one has no more open files. The group stays usable.
   PeerWindow allocate_window(std::size_t bytes, std::int64_t parts) const;
 
   /// Announces the step that this rank queues or replays next; see NcclComm::begin_step().
