@@ -3,6 +3,8 @@
 #include "cuda/comm/process_hosts.hpp"
 
 #include <algorithm>
+#include <cstdint>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,43 +12,16 @@
 #include <helix/error.hpp>
 
 #include "comm/all_of.hpp"
+#include "comm/host_call.hpp"
 #include "cuda/comm/nccl_all_of.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 namespace {
 
-/// A host's call, which processes exchange first, so that differing calls are detected.
-struct HostCall {
-  std::uint32_t is_split = 0;
-  std::int32_t color = 0;
-  std::int32_t key = 0;
-  std::uint32_t unused = 0;
-  std::uint64_t bytes = 0;     // of a window
-  std::uint64_t multiple = 0;  // of its stride
-  std::uint64_t stride = 0;    // for this rank's device
-
-  std::string describe() const {
-    if (is_split != 0) return "split";
-    return "allocate_window of " + std::to_string(bytes) + " bytes in multiples of " +
-           std::to_string(multiple);
-  }
-};
-
 /// A failure as ranks tell each other: 0 for none, else 1 + its code.
 std::uint32_t verdict_of(const std::optional<Error>& failure) {
   return failure ? 1 + static_cast<std::uint32_t>(failure->code()) : 0;
-}
-
-void expect_equal(const std::vector<HostCall>& calls, const std::vector<int>& root_ranks) {
-  const HostCall& first = calls.front();
-  for (std::size_t i = 1; i < calls.size(); ++i) {
-    HELIX_EXPECTS(calls[i].is_split == first.is_split && calls[i].bytes == first.bytes &&
-                      calls[i].multiple == first.multiple,
-                  ErrorCode::invalid_argument, "ranks disagree: rank ", root_ranks[0], " calls ",
-                  first.describe(), ", rank ", root_ranks[i], " calls ", calls[i].describe(),
-                  "; all must make the same calls in the same order with the same sizes");
-  }
 }
 
 }  // namespace
@@ -68,14 +43,25 @@ std::vector<T> ProcessHosts::all_of(const T& own, NcclComm* nccl) const {
   return cuda::all_of(*nccl, process_->device, own);
 }
 
+comm::HostCall ProcessHosts::new_call() const {
+  comm::HostCall call;
+  call.group = number_;
+  call.last_group = process_->turns->last_group;
+  return call;
+}
+
 std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::size_t multiple) {
   const int device = process_->device;
   const DeviceScope scope(device);
-  const std::vector<HostCall> calls = group_.all_of(
-      HostCall{.bytes = bytes, .multiple = multiple, .stride = PeerMemory::stride(device, bytes, multiple)});
-  expect_equal(calls, group_.root_ranks());
+  const std::lock_guard lock(process_->turns->mutex);
+  comm::HostCall own_call = new_call();
+  own_call.bytes = bytes;
+  own_call.multiple = multiple;
+  own_call.stride = PeerMemory::stride(device, bytes, multiple);
+  const std::vector<comm::HostCall> calls = group_.all_of(own_call);
+  comm::expect_equal(calls, group_.root_ranks());
   std::size_t stride = 0;
-  for (const HostCall& call : calls) stride = std::max(stride, static_cast<std::size_t>(call.stride));
+  for (const comm::HostCall& call : calls) stride = std::max(stride, static_cast<std::size_t>(call.stride));
   std::shared_ptr<PeerRange> range;
   std::optional<Error> failure;
   std::optional<PeerMemory> own;
@@ -117,8 +103,15 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
 }
 
 PeerHosts::Part ProcessHosts::split(int color, int key, NcclComm* nccl) {
-  const std::vector<HostCall> places = all_of(HostCall{.is_split = 1, .color = color, .key = key}, nccl);
-  expect_equal(places, group_.root_ranks());
+  const std::lock_guard lock(process_->turns->mutex);
+  comm::HostCall own_call = new_call();
+  own_call.is_split = 1;
+  own_call.color = color;
+  own_call.key = key;
+  const std::vector<comm::HostCall> places = all_of(own_call, nccl);
+  comm::expect_equal(places, group_.root_ranks());
+  const std::uint64_t number = comm::next_group(places);
+  process_->turns->last_group = number;
   std::vector<std::size_t> members;
   for (std::size_t i = 0; i < places.size(); ++i)
     if (places[i].color == color) members.push_back(i);
@@ -130,7 +123,7 @@ PeerHosts::Part ProcessHosts::split(int color, int key, NcclComm* nccl) {
     if (static_cast<int>(members[i]) == group_.rank()) rank = static_cast<int>(i);
     root_ranks.push_back(group_.root_ranks()[members[i]]);
   }
-  return {std::make_shared<ProcessHosts>(process_, root_ranks, rank), rank, root_ranks};
+  return {std::make_shared<ProcessHosts>(process_, root_ranks, rank, number), rank, root_ranks};
 }
 
 }  // namespace helix::cuda

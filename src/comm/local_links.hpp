@@ -20,7 +20,8 @@ namespace helix::comm {
 
 /// Connections to all neighbours: the other processes of the job with the same machine, network namespace and
 /// given name. They use local sockets of that namespace. Each end has proved that it knows a token that the
-/// job's ranks exchanged over the Bootstrap, and that it runs as the same user. One thread at a time.
+/// job's ranks exchanged over the Bootstrap, and that it runs as the same user. One thread at a time, over
+/// all groups.
 class HELIX_API LocalLinks {
  public:
   /// Connects the processes of the job. Collective. Processes of one machine that give different `name`s are

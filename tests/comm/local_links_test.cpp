@@ -20,6 +20,7 @@
 
 #include "comm/bootstrap_job.hpp"
 #include "comm/bootstrap_wait.hpp"
+#include "comm/host_call.hpp"
 #include "comm/linked_group.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -31,6 +32,7 @@ using helix::ErrorCode;
 using helix::comm::Bootstrap;
 using helix::comm::BootstrapOptions;
 using helix::comm::BootstrapWait;
+using helix::comm::HostCall;
 using helix::comm::kWatchGrace;
 using helix::comm::LinkedGroup;
 using helix::comm::LocalLinks;
@@ -172,6 +174,35 @@ TEST_CASE("a descriptor for which a process has no room is told, and the message
   int status = 0;
   ::waitpid(child, &status, 0);
   CHECK(status == 0);
+}
+
+TEST_CASE("host calls on different groups of the same ranks are told apart") {
+  const auto outcomes = run_bootstrap_job(3, [](BootstrapOptions options) {
+    Bootstrap bootstrap(options);
+    const auto links = connected(bootstrap);
+    const LinkedGroup all(links, {0, 1, 2}, options.rank);
+    // Rank 2 has made a group of its own before; the others learn the number from it.
+    HostCall call{.last_group = options.rank == 2 ? 7u : 0u, .is_split = 1};
+    const std::vector<HostCall> first = all.all_of(call);
+    expect_equal(first, all.root_ranks());
+    call.last_group = helix::comm::next_group(first);
+    const std::uint64_t second = helix::comm::next_group(all.all_of(call));
+    expect(call.last_group == 8 && second == 9, "other numbers");
+    if (options.rank == 2) return bootstrap.barrier();
+    const LinkedGroup pair(links, {0, 1}, options.rank);
+    const auto failure = helix::test::failure_of([&] {
+      const HostCall own{.group = options.rank == 0 ? call.last_group : second, .bytes = 16, .multiple = 16};
+      expect_equal(pair.all_of(own), pair.root_ranks());
+    });
+    expect(failure && failure->code == ErrorCode::invalid_argument &&
+               failure->what.find("rank 0 calls allocate_window of 16 bytes in multiples of 16 on one group, "
+                                  "rank 1 calls allocate_window of 16 bytes in multiples of 16 on another") !=
+                   std::string::npos,
+           failure ? failure->what.c_str() : "no error");
+    expect_equal(pair.all_of(HostCall{.group = second}), pair.root_ranks());
+    bootstrap.barrier();
+  });
+  for (const auto& outcome : outcomes) CHECK(outcome.message == "");
 }
 
 TEST_CASE("a rank that only reacted to the end of another is not named for its closed socket") {

@@ -150,8 +150,11 @@ class HELIX_API PeerComm {
   void send(const void* buffer, std::int64_t bytes, int peer, Stream stream);
   void recv(void* buffer, std::int64_t bytes, int peer, Stream stream);
   void barrier(Stream stream);
-  /// split() of comm::CollectiveComm. If the group spans several islands, its ranks agree over the Bootstrap
-  /// where the group is the whole job (no other thread may use the Bootstrap meanwhile), otherwise over NCCL.
+  /// split() of comm::CollectiveComm. Between processes the calls of split() and allocate_window() take turns
+  /// over all groups of a root: each process makes them in the same order, one thread at a time. Ranks that
+  /// come with different groups get Error(invalid_argument). If the group spans several islands, its ranks
+  /// agree over the Bootstrap where the group is the whole job (no other thread may use the Bootstrap
+  /// meanwhile), otherwise over NCCL.
   /// @throws Error(unsupported) if they need NCCL and cannot use it.
   PeerComm split(int color, int key);
 
