@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes the smallest kept range that fits, or maps a new one; if there is no memory for it, unmaps the kept
-// ones.
+// Takes the smallest kept range that fits, or maps a new one; if there is no memory for it, unmaps kept ones
+// of the same devices.
 #include "cuda/comm/peer_ranges.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <helix/cuda/runtime.hpp>
@@ -26,11 +27,7 @@ PeerRanges::Taken PeerRanges::take(const std::vector<int>& devices, std::size_t 
       range = map(devices, stride);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::capacity) throw;
-      std::vector<Kept> kept;
-      {
-        const std::lock_guard lock(mutex_);
-        kept.swap(kept_);
-      }
+      std::vector<Kept> kept = take_kept_of(devices);
       if (kept.empty()) throw;
       kept.clear();
       range = map(devices, stride);
@@ -54,6 +51,18 @@ std::unique_ptr<PeerRange> PeerRanges::find_kept(const std::vector<int>& devices
   std::unique_ptr<PeerRange> found = std::move(best->range);
   kept_.erase(best);
   return found;
+}
+
+std::vector<PeerRanges::Kept> PeerRanges::take_kept_of(const std::vector<int>& devices) {
+  const auto is_of_others = [&](const Kept& kept) {
+    return !std::ranges::all_of(kept.devices,
+                                [&](int device) { return std::ranges::count(devices, device) > 0; });
+  };
+  const std::lock_guard lock(mutex_);
+  const auto first = std::partition(kept_.begin(), kept_.end(), is_of_others);
+  std::vector<Kept> taken(std::make_move_iterator(first), std::make_move_iterator(kept_.end()));
+  kept_.erase(first, kept_.end());
+  return taken;
 }
 
 std::unique_ptr<PeerRange> PeerRanges::map(const std::vector<int>& devices, std::size_t stride) {

@@ -13,7 +13,9 @@ namespace helix::cuda {
 
 /// The mapped ranges of all groups of a root. Unmapping a range waits for the devices of all its ranks, whose
 /// kernels may wait for work that the caller has not queued yet. So a range that is no longer used stays
-/// mapped for reuse, and all are unmapped with the last group.
+/// mapped for reuse until the last group ends, or until a group has no memory for another range. That group
+/// then unmaps those whose devices are all its own: its ranks wait for it, and a device of others may wait
+/// for one of them.
 class PeerRanges : public std::enable_shared_from_this<PeerRanges> {
  public:
   static std::shared_ptr<PeerRanges> create() { return std::shared_ptr<PeerRanges>(new PeerRanges); }
@@ -37,6 +39,8 @@ class PeerRanges : public std::enable_shared_from_this<PeerRanges> {
 
   std::unique_ptr<PeerRange> find_kept(const std::vector<int>& devices, std::size_t stride,
                                        std::size_t multiple);
+  /// Takes the kept ranges that use no device but `devices`.
+  std::vector<Kept> take_kept_of(const std::vector<int>& devices);
   static std::unique_ptr<PeerRange> map(const std::vector<int>& devices, std::size_t stride);
   void keep(const std::vector<int>& devices, std::unique_ptr<PeerRange> range) noexcept;
 

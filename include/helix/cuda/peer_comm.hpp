@@ -28,7 +28,7 @@ struct PeerChannel;
 /// space of every rank the parts follow one another at a constant stride, so that one strided view reaches
 /// all peers. Copies are the same window. Between processes the memory is freed with the last copy, after the
 /// device is idle. Ranks that are threads keep it for their next windows until the last of their
-/// communicators goes.
+/// communicators goes, or a group of the same devices, or more, has no room for another window.
 class HELIX_API PeerWindow {
  public:
   /// A window without memory.
