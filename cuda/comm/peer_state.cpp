@@ -13,6 +13,7 @@
 
 #include "comm/bootstrap_wait.hpp"
 #include "comm/rank_names.hpp"
+#include "cuda/comm/nccl_state.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
@@ -98,7 +99,8 @@ void PeerFamily::fail(const std::string& text) noexcept {
     const std::lock_guard lock(root->mutex);
     root->fail(std::move(hosts_text));
   }
-  for (NcclComm& comm : to_abort) comm.abort(text);
+  // The ranks of this process are one family of NCCL's. If there is a Bootstrap, it knows already.
+  if (!to_abort.empty()) to_abort.front().state_->family->fail(text);
 }
 
 void PeerFamily::throw_if_failed() {

@@ -597,6 +597,27 @@ TEST_CASE("a rank that has given up in one group lets its peers in another go wh
   CHECK_THAT(outcomes.message(1), ContainsSubstring("rank 0 gave up waiting for other ranks"));
 }
 
+TEST_CASE("an abort names its rank to one that waits in NCCL on the host") {
+  HELIX_REQUIRE_GPUS(2);
+  const std::vector<PeerComm> comms = PeerComm::create_group(devices_of(2, 2), {.timeout = 20s});
+  REQUIRE(comms.front().transport() != "peer memory");
+  const RankOutcomes outcomes = run_ranks(comms, [](PeerComm& comm) {
+    helix::cuda::use_device(comm.rank());
+    constexpr std::int64_t kBytes = 4 << 20;  // large enough for NCCL
+    const Stream stream = Stream::create();
+    const Buffer data(kBytes);
+    if (comm.rank() == 0) {
+      comm.send(data.data(), kBytes, 1, stream);  // NCCL connects the two ranks first
+      comm.synchronize(stream);
+    } else {
+      std::this_thread::sleep_for(1s);
+      comm.abort("disk on fire");
+    }
+  });
+  CHECK(outcomes.code(0) == ErrorCode::peer_failed);
+  CHECK(outcomes.message(0) == "rank 1 failed: disk on fire");
+}
+
 TEST_CASE("what NCCL has aborted is not taken as done") {
   HELIX_REQUIRE_GPUS(2);
   std::atomic<bool> has_waited = false;

@@ -123,6 +123,8 @@ class HELIX_API NcclComm {
   struct State;
 
  private:
+  friend struct PeerFamily;
+
   template <class Work>
   void wait_for(const Work& work) const;
 
