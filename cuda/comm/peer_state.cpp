@@ -161,8 +161,9 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
   waits.size = size();
   waits.most_blocks = ranks_a_device == 1 ? 0 : most_waiting_blocks(own->device, ranks_a_device);
   const std::lock_guard lock(own->mutex);
-  waits.group = static_cast<std::uint32_t>(own->groups.size());
-  own->groups.push_back(root_ranks);
+  const auto known = std::ranges::find(own->groups, root_ranks);
+  waits.group = static_cast<std::uint32_t>(known - own->groups.begin());
+  if (known == own->groups.end()) own->groups.push_back(root_ranks);
 }
 
 void PeerComm::State::expect_no_failure() const {

@@ -44,7 +44,7 @@ struct PeerRank {
   Buffer stop;          // a PeerStop
   RankProgress progress;
   std::mutex mutex;
-  std::vector<std::vector<int>> groups;  // by PeerWaits::group: the root ranks of that group
+  std::vector<std::vector<int>> groups;  // by PeerWaits::group: the root ranks of such groups
 
   PeerReport& host() const { return *reinterpret_cast<PeerReport*>(report.data()); }
   /// What a kernel of this rank recorded, if anything.
