@@ -113,6 +113,7 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
   const auto handles = std::make_shared<NcclHandles>(1);
   const int rank = bootstrap.rank();
   const int size = bootstrap.size();
+  const comm::BootstrapWait waiting(bootstrap);
   const bool is_done = comm::run_bounded(
       bootstrap.timeout() + comm::kWatchGrace,
       [handles, id, rank, size, device, graph_use] {
