@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// PeerRange: one address range that maps the memory of all ranks of a group at a constant stride.
+// PeerMemory: memory of one device that processes can share. PeerRange: one address range that maps that of
+// all ranks of a group at a constant stride.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks behind one LocalComm, of the CPU or of a GPU, and where they meet.
+// The ranks of a group that are threads, of a LocalComm or a PeerComm, and where they meet.
 #pragma once
 
 #include <algorithm>

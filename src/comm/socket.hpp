@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A TCP socket that its owner closes, and transfers over it that end at a deadline.
+// A descriptor that its owner closes, mostly of a socket, and transfers over sockets that end at a deadline.
 #pragma once
 
 #include <algorithm>
@@ -23,6 +23,7 @@ inline constexpr milliseconds kPollSlice{100};
 /// The text of an errno.
 std::string words_of(int error);
 
+/// Owns a descriptor: of a TCP or local socket, or also of an event, a file or memory of a device.
 class Socket {
  public:
   Socket() = default;
