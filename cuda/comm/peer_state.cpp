@@ -60,9 +60,9 @@ int most_waiting_blocks(int device, int ranks) {
 
 }  // namespace
 
-PeerRank::PeerRank(int number, int on_device)
-    : root_rank(number), device(on_device), report(sizeof(PeerReport)) {
+PeerRank::PeerRank(int number, int on_device) : root_rank(number), device(on_device) {
   const DeviceScope scope(device);
+  report = PinnedBuffer(sizeof(PeerReport));
   stop = Buffer(sizeof(PeerStop));
 }
 
