@@ -62,7 +62,8 @@ struct PeerFamily {
   std::vector<NcclComm> nccl;                    // of the root group, to abort it
   milliseconds timeout{0};
 
-  /// Longest that a host waits for a stream: its kernels time out first.
+  /// Longest that a host waits for a stream. Longer than one wait of a kernel, which then times out first; a
+  /// stream with several waits, or long work, may take longer than each of them.
   milliseconds limit() const;
   /// Ends all waits in this process. The first failure wins.
   void fail(const std::string& text) noexcept;

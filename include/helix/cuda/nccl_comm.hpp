@@ -69,9 +69,11 @@ class HELIX_API NcclComm {
   /// Connects the processes of `bootstrap`, this one on `device`. Collective over them, with an equal
   /// `graph_use`, which applies to the group and to all groups split from it. When the bootstrap sees a rank
   /// fail, this communicator and those split from it are aborted, which releases blocked streams. abort()
-  /// tells all processes. The calling thread's current device stays what it was.
-  /// @throws Error(timeout) that names the missing rank. NCCL may then still be waiting on a thread of its
-  /// own: end the process.
+  /// tells all processes. The calling thread's current device stays what it was. A thread that has chosen
+  /// none (cudaSetDevice) is on device 0, where CUDA then makes a context as that is restored: choose
+  /// `device` first.
+  /// @throws Error(timeout): it names the missing rank if one does not come, but only this rank if NCCL does
+  /// not connect those that did. NCCL may then still be waiting on a thread of its own: end the process.
   static NcclComm connect(comm::Bootstrap bootstrap, int device, GraphUse graph_use = GraphUse::any);
 
   int rank() const;

@@ -75,10 +75,11 @@ class HELIX_API PeerWindow {
 /// - Counts of messages live in device memory, so that a captured step replays correctly.
 /// - A kernel waits no longer than the group's timeout. With a Bootstrap it waits 2 s more, by which time the
 ///   watch has found the rank that stands still. A kernel that gives up records the ranks it waited for and
-///   releases the peers of that group. synchronize(), or the next call, turns the record into Error(timeout)
-///   or Error(out_of_step), which names the ranks, and ends all groups of the root. Collectives that differ
-///   between ranks are recorded too, where their messages meet. Kernels of queue_kernel() compare less: see
-///   cuda::Backend::reduce_norm().
+///   releases the peers of that group. What is queued behind it runs on wrong data: kernels send nothing any
+///   more, but messages over NCCL still leave, as NCCL does not know. synchronize(), or the next call, turns
+///   the record into Error(timeout) or Error(out_of_step), which names the ranks, and ends all groups of the
+///   root. Collectives that differ between ranks are recorded too, where their messages meet. Kernels of
+///   queue_kernel() compare less: see cuda::Backend::reduce_norm().
 ///
 /// Capturable; each rank captures and replays a graph of its own. What goes over NCCL is capturable as
 /// NcclComm says.
@@ -122,7 +123,8 @@ class HELIX_API PeerComm {
   /// Collective over the processes, with equal options. Processes form an island if they are of one machine,
   /// one network namespace and one Options::island, have devices of one compute capability and number of SMs,
   /// and can map each other's memory. Groups of up to 64 ranks inside an island have windows. The calling
-  /// thread's current device stays what it was.
+  /// thread's current device stays what it was. A thread that has chosen none (cudaSetDevice) is on device 0,
+  /// where CUDA then makes a context as that is restored: choose `device` first.
   /// @throws Error(timeout), Error(peer_failed); Error(unsupported) if no two processes form an island and
   /// NCCL cannot be used; Error(capacity).
   static PeerComm connect(comm::Bootstrap bootstrap, int device, const Options& options);
@@ -174,8 +176,10 @@ class HELIX_API PeerComm {
   void abort(std::string_view reason) noexcept;
   /// Waits for the stream, but not forever: polls it for 100 ms without sleeping, then with sleeps between
   /// polls.
-  /// @throws Error(peer_failed) once any rank failed; Error(timeout) past the timeout, with the ranks that
-  /// did not come; Error(out_of_step) if ranks made different calls; what CUDA reports.
+  /// @throws Error(peer_failed) once any rank failed; Error(timeout) with the ranks that did not come, once a
+  /// kernel has waited for the timeout; Error(timeout) past the timeout if the stream has not ended, with the
+  /// ranks of this process that are behind, so that between processes it may name no other;
+  /// Error(out_of_step) if ranks made different calls; what CUDA reports.
   void synchronize(Stream stream) const;
   /// Waits for the work queued before the event was recorded, as synchronize(Stream) waits for a stream.
   void synchronize(const Event& event) const;
