@@ -57,6 +57,9 @@ struct AttentionKernel {
   /// Whether query tiles have query_tile_rows() rows even if no sequence has that many.
   bool has_fixed_query_tile;
   int most_query_tiles = kMaxQueryTiles;  ///< Most query tiles of a launch.
+  /// If not 0: sequences with fewer query rows of a KV head are launched apart, by the kernel that fits them,
+  /// because it reads their KV faster.
+  std::int64_t least_rows = 0;
   void (*launch)(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
 };
 

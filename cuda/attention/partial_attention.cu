@@ -67,6 +67,34 @@ AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper, const
           .memory = memory};
 }
 
+/// Consecutive sequences of a batch with many query rows each, then with few each, and so on.
+struct Runs {
+  static constexpr int kMost = 4;   ///< More would cost more launches than they are worth.
+  std::int64_t begin[kMost + 1]{};  ///< First sequence of each; then the number of all.
+  int count = 1;
+
+  /// Sequences of `least_rows` query rows and more have many. One run of all if there are too many runs.
+  Runs(const Batch& batch, std::int64_t group, std::int64_t least_rows) {
+    const auto& offsets = batch.query_offsets_host;
+    int found = 0;
+    bool had_many = false;
+    for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+      if (offsets[b + 1] == offsets[b]) continue;
+      const bool has_many = (offsets[b + 1] - offsets[b]) * group >= least_rows;
+      if (found > 0 && has_many == had_many) continue;
+      if (found == kMost) {
+        found = 1;
+        break;
+      }
+      if (found > 0) begin[found] = static_cast<std::int64_t>(b);
+      ++found;
+      had_many = has_many;
+    }
+    count = std::max(found, 1);
+    begin[count] = batch.num_sequences();
+  }
+};
+
 /// The arguments that depend neither on the kernel nor on the part of the batch that a launch covers.
 template <class T>
 AttentionParams params_of(const PartialAttentionArgs<T>& args) {
@@ -210,6 +238,18 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
                 call.most_rows, " query rows of a KV head; a GPU kernel counts up to ", kMaxQueryRows,
                 ": give fewer tokens a step");
   const AttentionKernel& kernel = kernel_for(call);
+  if (kernel.least_rows > 0) {
+    const Runs runs(args.batch, args.q.extent(1) / args.kv.format.num_heads, kernel.least_rows);
+    if (runs.count > 1) {
+      PartialAttentionArgs<T> part = args;
+      for (int i = 0; i < runs.count; ++i) {
+        part.batch = args.batch.slice(runs.begin[i], runs.begin[i + 1] - runs.begin[i]);
+        partial_attention(part, stream);
+        part.target.headers.message = nullptr;  // only the first run writes them
+      }
+      return;
+    }
+  }
   AttentionParams p = params_of(args);
   const std::int64_t rows = kernel.query_tile_rows(p.head_dim, p.value_dim);
   p.query_tile_rows =

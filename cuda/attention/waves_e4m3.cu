@@ -29,6 +29,7 @@ const AttentionKernel kWavesE4m3{
     .sm_rows = wave_query_tile_rows<fp8_e4m3>,
     .has_fixed_query_tile = false,
     .most_query_tiles = kMaxWaveQueryTiles,
+    .least_rows = kMinRows,
     .launch =
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
           with_wave_instance<fp8_e4m3>(p.head_dim, p.value_dim, [&]<class S>(S*) {

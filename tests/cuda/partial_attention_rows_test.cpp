@@ -160,7 +160,10 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows deals out query tiles of any
   check(2, 40, {{40, 1}, {1100, 400}});  // more query tiles than a wave
   check(1, 150, {{470, 460}, {33, 1}});  // more query tiles than one launch takes
   check(33, 4, {{64, 64}, {640, 16}});   // many heads
-  check(6, 8, {{20000, 40}});            // more keys than the L2 cache holds: 3 heads at a time
+  // Sequences of many rows and of few in turn, four times and more often: few rows may be launched apart.
+  check(2, 4, {{300, 1}, {500, 40}, {9, 1}, {64, 64}});
+  check(2, 4, {{64, 64}, {300, 1}, {500, 40}, {9, 1}, {5, 0}, {80, 20}, {70, 1}});
+  check(6, 8, {{20000, 40}});  // more keys than the L2 cache holds: 3 heads at a time
 }
 
 TEMPLATE_TEST_CASE(
