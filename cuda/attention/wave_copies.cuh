@@ -77,43 +77,8 @@ struct BoxCopies {
   }
 };
 
-/// Walks along the KV tiles of one part, row by row; one warp. Calls copy(from, has_rows) for each: lane i's
-/// from[k] is the address of row i + 32 k, or, if the query tile does not see that row, of one that it does.
-/// Without has_rows it sees none, and addresses are none.
-template <int kTokens, class Plan, class Copy>
-__device__ __forceinline__ void for_each_tile_of_rows(const AttentionParams& p, const PagedRows& rows,
-                                                      const Plan& plan, const WavePart& part,
-                                                      const Copy& copy) {
-  constexpr int kLaneTokens = kTokens / kWarp;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const std::int32_t* list = p.lists.pages + plan.first_page[part.query_tile];
-  const int begin = plan.begin_token[part.query_tile];
-  const int end = plan.end_token[part.query_tile];
-  int token = plan.first_kv_tile_token(part.query_tile) + part.kv_tile * kTokens;
-  const auto token_of = [&](int tile, int k) {
-    return ::min(::max(tile + lane + k * kWarp, begin), end - 1);
-  };
-  std::int32_t pages[kLaneTokens];  // pages of the next KV tile
-  const auto look_up = [&](int tile) {
-#pragma unroll
-    for (int k = 0; k < kLaneTokens; ++k) {
-      if (begin < end) pages[k] = list[token_of(tile, k) / p.page_tokens];
-    }
-  };
-  look_up(token);
-#pragma unroll 1
-  for (int i = 0; i < part.count; ++i, token += kTokens) {
-    std::uint64_t from[kLaneTokens];
-#pragma unroll
-    for (int k = 0; k < kLaneTokens; ++k)
-      from[k] =
-          reinterpret_cast<std::uint64_t>(rows.at(pages[k], part.head, token_of(token, k) % p.page_tokens));
-    if (i + 1 < part.count) look_up(token + kTokens);
-    copy(from, begin < end);
-  }
-}
-
-/// Copies KV tiles from rows of any strides by cp.async, 16 bytes a lane and copy.
+/// Copies KV tiles from rows of any strides by cp.async, 16 bytes a lane and copy. Rows that the query tile
+/// does not see become copies of one that it does.
 template <int kDim, int kTokens>
 struct WaveChunkCopies {
   static constexpr bool kIsBox = false;
@@ -134,14 +99,37 @@ struct WaveChunkCopies {
   template <class Plan, int kStages>
   __device__ void copy(const Plan& plan, const WavePart& part, unsigned ring_at, RingPlace<kStages>& place,
                        int) const {
-    for_each_tile_of_rows<kTokens>(
-        p, rows, plan, part, [&](const std::uint64_t(&from)[kLaneTokens], bool has_rows) {
-          place.wait_empty();
-          if (has_rows)
-            copy_rows(from, ring_at + static_cast<unsigned>(place.stage()) * kChunks * kChunkBytes);
-          barrier_arrive_after_copies(place.full());
-          place.advance();
-        });
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const std::int32_t* list = p.lists.pages + plan.first_page[part.query_tile];
+    const int begin = plan.begin_token[part.query_tile];
+    const int end = plan.end_token[part.query_tile];
+    int token = plan.first_kv_tile_token(part.query_tile) + part.kv_tile * kTokens;
+    // Token of row lane + 32 * k of a KV tile, or the one that is copied instead.
+    const auto token_of = [&](int tile, int k) {
+      return ::min(::max(tile + lane + k * kWarp, begin), end - 1);
+    };
+    std::int32_t pages[kLaneTokens];  // pages of the next KV tile
+    const auto look_up = [&](int tile) {
+#pragma unroll
+      for (int k = 0; k < kLaneTokens; ++k) {
+        if (begin < end) pages[k] = list[token_of(tile, k) / p.page_tokens];
+      }
+    };
+    look_up(token);
+#pragma unroll 1
+    for (int i = 0; i < part.count; ++i, token += kTokens) {
+      std::uint64_t from[kLaneTokens];
+#pragma unroll
+      for (int k = 0; k < kLaneTokens; ++k)
+        from[k] =
+            reinterpret_cast<std::uint64_t>(rows.at(pages[k], part.head, token_of(token, k) % p.page_tokens));
+      if (i + 1 < part.count) look_up(token + kTokens);
+      place.wait_empty();
+      if (begin < end)
+        copy_rows(from, ring_at + static_cast<unsigned>(place.stage()) * kChunks * kChunkBytes);
+      barrier_arrive_after_copies(place.full());
+      place.advance();
+    }
   }
 
  private:

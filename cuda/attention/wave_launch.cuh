@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/waves.cuh"
@@ -40,19 +39,14 @@ using WaveInstance = WaveSizes<kDim, kValueDim, wave_tile_tokens(kDim, wave_grou
 /// Calls use(WaveInstance<...>*) for these head sizes. Returns false if they are not built.
 template <class KV, class Use>
 bool with_wave_instance(std::int64_t head_dim, std::int64_t value_dim, const Use& use) {
-  const auto try_one = [&]<int kDim, int kValueDim>(std::integral_constant<int, kDim>,
-                                                    std::integral_constant<int, kValueDim>) {
+  const auto try_one = [&]<int kDim, int kValueDim>() {
     if (head_dim != kDim || value_dim != kValueDim) return false;
     use(static_cast<WaveInstance<KV, kDim, kValueDim>*>(nullptr));
     return true;
   };
-  constexpr std::integral_constant<int, 64> k64;
-  constexpr std::integral_constant<int, 96> k96;
-  constexpr std::integral_constant<int, 128> k128;
-  constexpr std::integral_constant<int, 192> k192;
-  constexpr std::integral_constant<int, 256> k256;
-  return try_one(k64, k64) || try_one(k96, k96) || try_one(k128, k128) || try_one(k192, k128) ||
-         try_one(k256, k256);
+  return try_one.template operator()<64, 64>() || try_one.template operator()<96, 96>() ||
+         try_one.template operator()<128, 128>() || try_one.template operator()<192, 128>() ||
+         try_one.template operator()<256, 256>();
 }
 
 /// Rows of a query tile; 0 for head sizes that are not built.
