@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // instruction_set(): the name of what the SIMD kernels chose at run time.
 
-#include "cpu/simd_targets.hpp"
-
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/instruction_set.cpp"
-#include <hwy/foreach_target.h>
-// After foreach_target.
+#include "cpu/foreach_target.hpp"
+// These must come after foreach_target.hpp.
 #include <string>
 
 #include <hwy/highway.h>

@@ -2,10 +2,8 @@
 // attend() for one type of KV. A file for each type defines HELIX_KV_TYPE, HELIX_ATTEND (attend_types.hpp)
 // and HWY_TARGET_INCLUDE, itself, and includes this: all types in one file took a minute to compile. Included
 // once a Highway target, hence without a guard.
-#include <hwy/foreach_target.h>
-
-#include "cpu/simd_targets.hpp"
-// After foreach_target.
+#include "cpu/foreach_target.hpp"
+// These must come after foreach_target.hpp.
 #include "cpu/attention/attend-inl.hpp"
 #include "cpu/attention/attend_types.hpp"
 

@@ -2,12 +2,10 @@
 // Products on f32 vectors, compiled for each instruction set and selected at run time. Weights of any type
 // are widened between memory and registers.
 
-#include "cpu/simd_targets.hpp"
-
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/linear/vectors.cpp"
-#include <hwy/foreach_target.h>
-// Must come after foreach_target.
+#include "cpu/foreach_target.hpp"
+// These must come after foreach_target.hpp.
 #include <algorithm>
 #include <cstdint>
 
