@@ -12,9 +12,9 @@ usage: ./run.sh                     complete prompts with both bundled models, o
                                     on GPUs where the CUDA backend is built (see below) and sees some, else on the CPU
        ./run.sh plan [ARGUMENTS]    helix-plan: layouts, memory and step times before there are GPUs; ARGUMENTS as in
                                     ./run.sh plan --help; without any, Llama-3.1-405B at 1M tokens on a GB200 rack
-       ./run.sh bench [FILTER [ARGUMENTS]]
+       ./run.sh bench [FILTER] [ARGUMENTS]
                                     helix-bench; FILTER is a regular expression on benchmark names, ARGUMENTS are
-                                    Google Benchmark's
+                                    Google Benchmark's or --case=NAME: attention over a shape of your own
 Missing packages are installed first (apt-get; sudo only where needed); text takes two more from PyPI, into build/chat. CUDA is not installed. Its kernels, which take
 minutes to compile, are built where a GPU is visible and nvcc and NCCL are found, or as HELIX_CUDA=ON, OFF or AUTO in the
 environment says. CXX, CXXFLAGS, CUDACXX, CUDAARCHS and CMAKE_PREFIX_PATH are honoured.
@@ -172,8 +172,12 @@ case "${1:-}" in
     shift
     "$root/cmake/install_packages.sh"
     build_target helix-bench
-    filter="${1:-.}"
-    exec "$build/bench/helix-bench" "--benchmark_filter=$filter" "${@:2}"
+    filter=.
+    if [[ $# -gt 0 && "$1" != --* ]]; then
+      filter="$1"
+      shift
+    fi
+    exec "$build/bench/helix-bench" "--benchmark_filter=$filter" "$@"
     ;;
   -h | --help)
     usage

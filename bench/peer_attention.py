@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """As `Case` of bench/cuda/partial_attention_bench.cpp, whose names these are."""
+    """As AttentionCase of bench/attention_case.hpp, whose names these are; its fields alone that peers have."""
 
     heads: int = 64
     kv_heads: int = 8
@@ -54,6 +55,31 @@ class Case:
         name += f"/kv:{self.kv}" if self.kv != "bf16" else ""
         name += "/ragged" if self.ragged else ""
         return name + ("/layout:latent" if self.is_latent else "")
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """The case of this name, as AttentionCase::parse() reads it. Raises ValueError for what no peer has."""
+        sizes = {"batch": "batch", "tokens": "tokens", "queries": "queries", "dim": "dim", "value_dim": "value_dim"}
+        fields: dict[str, Any] = {}
+        for part in name.removeprefix("partial_attention/").split("/"):
+            key, _, value = part.partition(":")
+            if key == "heads" and re.fullmatch(r"\d+:\d+", value):
+                fields["heads"], fields["kv_heads"] = map(int, value.split(":"))
+            elif key in sizes and value.isdecimal():
+                fields[sizes[key]] = int(value)
+            elif part in ("kv:bf16", "kv:fp8_e4m3"):
+                fields["kv"] = value
+            elif part == "ragged":
+                fields["ragged"] = True
+            elif part not in (f"page:{PAGE}", "layout:latent"):
+                raise ValueError(f"'{part}' is nothing that the peers' cases have; they are those of --list, of other sizes")
+        fields.setdefault("value_dim", fields.get("dim", cls.dim))
+        case = cls(**fields)
+        if "tokens" not in fields:
+            raise ValueError(f"'{name}' has no tokens")
+        if case.is_latent != ("layout:latent" in name.split("/")):
+            raise ValueError(f"'{name}': layout:latent and a value_dim other than dim come together here")
+        return case
 
     @property
     def token_elements(self) -> int:

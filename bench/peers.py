@@ -120,12 +120,12 @@ def filter_of(cases: list[Case]) -> str:
     return f"^({'|'.join(case.name for case in cases)})/iterations:1/manual_time$"
 
 
-def run_helix(binary: pathlib.Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
-    """Counters by case of one run of helix-bench-cuda."""
+def run_helix(binary: pathlib.Path, cases: list[Case], are_own: bool) -> dict[str, dict[str, Any]]:
+    """Counters by case of one run of helix-bench-cuda, over its cases or over those that it is told."""
+    chosen = [f"--case={case.name}" for case in cases] if are_own else [f"--benchmark_filter={filter_of(cases)}"]
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "helix.json"
-        subprocess.run([binary, f"--benchmark_filter={filter_of(cases)}", f"--benchmark_out={out}",
-                        "--benchmark_out_format=json"], stdout=sys.stderr, check=True)
+        subprocess.run([binary, *chosen, f"--benchmark_out={out}", "--benchmark_out_format=json"], stdout=sys.stderr, check=True)
         measured = json.loads(out.read_text(encoding="utf-8"))["benchmarks"]
     results = {}
     for case in measured:
@@ -172,24 +172,34 @@ def default_binary() -> pathlib.Path:
     return next((binary for binary in binaries if binary.exists()), binaries[0])
 
 
+def case_named(name: str) -> Case:
+    try:
+        return Case.parse(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the cases, run nothing; needs no package and no GPU")
     parser.add_argument("--only", action="append", choices=list(PEERS), metavar="NAME",
                         help=f"run this peer alone (repeatable): {', '.join(PEERS)}")
+    parser.add_argument("--case", action="append", type=case_named, metavar="NAME",
+                        help="time this case instead of the list's (repeatable), named like them, such as "
+                             "heads:48:6/batch:3/tokens:50000/page:64/queries:1")
     parser.add_argument("--filter", default="", metavar="REGEX", help="cases whose name it finds")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--bench", type=pathlib.Path, default=default_binary(), metavar="PROGRAM",
                         help="helix-bench-cuda, that of build/cuda or build/release unless given")
     options = parser.parse_args()
-    cases = [case for case in all_cases() if re.search(options.filter, case.name)]
+    cases = [case for case in options.case or all_cases() if re.search(options.filter, case.name)]
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
     status = 0
     helix: dict[str, dict[str, Any]] = {}
     try:
-        helix = run_helix(options.bench, cases)
+        helix = run_helix(options.bench, cases, bool(options.case))
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         why = f"{options.bench} ended with {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else one_line(error)
         print(f"peers.py: Helix is not measured: {why}", file=sys.stderr)

@@ -105,7 +105,8 @@ void bench_expert_ffn(benchmark::State& state, const ExpertCase& c) {
 
 void register_experts() {
   for (const ExpertCase& c : kExpertCases) {
-    add("expert_ffn/experts:32/ranks:" + std::to_string(c.ranks) + "/tokens:" + std::to_string(c.tokens),
+    register_case(
+        "expert_ffn/experts:32/ranks:" + std::to_string(c.ranks) + "/tokens:" + std::to_string(c.tokens),
         [c](benchmark::State& state) { bench_expert_ffn(state, c); });
   }
 }

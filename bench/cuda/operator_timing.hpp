@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times a bf16 operator next to a read of as many bytes, and registers its case.
+// Times a bf16 operator next to a read of as many bytes.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
@@ -49,18 +48,6 @@ inline void measure(benchmark::State& state, const cuda::Operators<bf16>& operat
   report_reads(state, read);
   state.counters["%_of_read"] = 100.0 * bytes / us * 1e6 / read.best();
   state.counters["error"] = worst;
-}
-
-/// Registers a case. An exception ends only this case.
-template <class Body>
-void add(const std::string& name, Body body) {
-  register_case(name, [body](benchmark::State& state) {
-    try {
-      body(state);
-    } catch (const std::exception& error) {
-      state.SkipWithError(error.what());
-    }
-  });
 }
 
 }  // namespace helix::bench

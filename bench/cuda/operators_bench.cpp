@@ -378,35 +378,36 @@ void register_operators() {
   for (const Weight weight :
        {Weight{kModel.hidden / 4, kModel.hidden}, Weight{kModel.hidden, kModel.hidden}}) {
     for (const std::int64_t rows : {1, 8, 16, 64}) {
-      add("linear/" + std::to_string(rows) + "/weight:" + std::to_string(weight.rows) + "x" +
-              std::to_string(weight.cols),
-          [=](benchmark::State& state) { bench_linear(state, rows, weight.rows, weight.cols); });
+      register_case("linear/" + std::to_string(rows) + "/weight:" + std::to_string(weight.rows) + "x" +
+                        std::to_string(weight.cols),
+                    [=](benchmark::State& state) { bench_linear(state, rows, weight.rows, weight.cols); });
     }
   }
   for (const std::int64_t rows : {1, 8, 64}) {
-    add("rms_norm/rows:" + std::to_string(rows) + "/hidden:" + std::to_string(kModel.hidden),
-        [=](benchmark::State& state) { bench_rms_norm(state, rows, kModel.hidden); });
+    register_case("rms_norm/rows:" + std::to_string(rows) + "/hidden:" + std::to_string(kModel.hidden),
+                  [=](benchmark::State& state) { bench_rms_norm(state, rows, kModel.hidden); });
   }
   for (const CombineCase& c : kCombineCases) {
-    add(std::string("lse_combine/") + c.name + "/ranks:" + std::to_string(c.ranks) + "/tokens:" +
-            std::to_string(c.tokens) + "/heads:" + std::to_string(c.heads) + "/dim:" + std::to_string(c.dim),
-        [c](benchmark::State& state) { bench_lse_combine(state, c); });
+    register_case(std::string("lse_combine/") + c.name + "/ranks:" + std::to_string(c.ranks) +
+                      "/tokens:" + std::to_string(c.tokens) + "/heads:" + std::to_string(c.heads) +
+                      "/dim:" + std::to_string(c.dim),
+                  [c](benchmark::State& state) { bench_lse_combine(state, c); });
   }
   for (const std::int64_t tokens : {1, 8, 64}) {
-    add("pack_partial/kvp:4/tokens:" + std::to_string(tokens) +
-            "/heads:" + std::to_string(kModel.num_query_heads) + "/dim:" + std::to_string(kModel.value_dim),
-        [=](benchmark::State& state) { bench_pack_partial(state, 4, tokens); });
+    register_case("pack_partial/kvp:4/tokens:" + std::to_string(tokens) + "/heads:" +
+                      std::to_string(kModel.num_query_heads) + "/dim:" + std::to_string(kModel.value_dim),
+                  [=](benchmark::State& state) { bench_pack_partial(state, 4, tokens); });
   }
   for (const std::int64_t batch : {8, 64}) {
-    add("append_kv/batch:" + std::to_string(batch) + "/heads:" + std::to_string(kModel.num_kv_heads) +
-            "/dim:" + std::to_string(kModel.head_dim),
-        [=](benchmark::State& state) { bench_append_kv(state, batch); });
+    register_case("append_kv/batch:" + std::to_string(batch) + "/heads:" +
+                      std::to_string(kModel.num_kv_heads) + "/dim:" + std::to_string(kModel.head_dim),
+                  [=](benchmark::State& state) { bench_append_kv(state, batch); });
   }
   for (const std::int64_t rows : {1, 8, 64}) {
     for (const bool is_greedy : {true, false}) {
-      add("sample/rows:" + std::to_string(rows) + "/vocabulary:" + std::to_string(kModel.vocab) +
-              (is_greedy ? "/greedy" : "/top_p:0.9"),
-          [=](benchmark::State& state) { bench_sample(state, rows, is_greedy); });
+      register_case("sample/rows:" + std::to_string(rows) + "/vocabulary:" + std::to_string(kModel.vocab) +
+                        (is_greedy ? "/greedy" : "/top_p:0.9"),
+                    [=](benchmark::State& state) { bench_sample(state, rows, is_greedy); });
     }
   }
 }

@@ -16,6 +16,8 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "attention_case.hpp"
+#include "cases.hpp"
 #include "cuda/ceilings/exact_attention.hpp"
 #include "device_data.hpp"
 #include "timing.hpp"
@@ -23,52 +25,13 @@
 namespace helix::bench {
 namespace {
 
-/// The memory layout of a pool of K and V.
-enum class Layout {
-  head_major,  ///< [page][K, V][head][token][D]: Helix's own.
-  /// [K, V][page][token][head][D]: vLLM's layout; with pages of one token, SGLang's.
-  token_major,
-  latent  ///< [page][token][D]: MLA.
-};
+using Case = AttentionCase;
+using Layout = AttentionLayout;
 
-struct Case {
-  std::int64_t query_heads = 64;
-  std::int64_t kv_heads = 8;
-  std::int64_t batch = 1;
-  /// Length of each sequence, including the query tokens; the maximum length if ragged.
-  std::int64_t tokens = 0;
-  std::int64_t page_tokens = 64;
-  std::int64_t queries = 1;  ///< Query tokens per sequence, which are its last tokens.
-  bool is_ragged = false;
-  Layout layout = Layout::head_major;
-  std::int64_t head_dim = 128;
-  std::int64_t value_dim = head_dim;
-  DType kv_dtype = DType::bf16;  ///< q and out are bf16, or f16 with KV of f16.
-  bool is_portable = false;      ///< Whether to use the kernels that run on every GPU.
-
-  std::string name() const {
-    std::string name = "partial_attention/heads:" + std::to_string(query_heads) + ":" +
-                       std::to_string(kv_heads) + "/batch:" + std::to_string(batch) +
-                       "/tokens:" + std::to_string(tokens) + "/page:" + std::to_string(page_tokens) +
-                       "/queries:" + std::to_string(queries);
-    if (head_dim != 128) name += "/dim:" + std::to_string(head_dim);
-    if (value_dim != head_dim) name += "/value_dim:" + std::to_string(value_dim);
-    if (kv_dtype != DType::bf16) name += "/kv:" + std::string(to_string(kv_dtype));
-    if (is_ragged) name += "/ragged";
-    if (layout == Layout::token_major) name += "/layout:token_major";
-    if (layout == Layout::latent) name += "/layout:latent";
-    if (is_portable) name += "/portable";
-    return name;
-  }
-  /// Bytes of K and V of one token.
-  std::int64_t token_bytes() const {
-    return layout == Layout::latent
-               ? latent_row_bytes(kv_dtype, head_dim, value_dim)
-               : kv_heads * (head_dim + value_dim) * static_cast<std::int64_t>(size_bytes(kv_dtype));
-  }
-  /// Whether the case is bound by products rather than memory, so that its rate is in FLOP/s.
-  bool is_prefill() const { return queries > 64; }
-};
+/// Whether the case is bound by products rather than memory, so that its rate is in FLOP/s.
+bool is_prefill(const Case& c) {
+  return c.queries > 64;
+}
 
 constexpr Case mla(Case c) {
   c.kv_heads = 1;
@@ -248,54 +211,21 @@ constexpr auto kLatentCases = latent_cases();
 /// Size of the pool, whose parts launches read in turn.
 constexpr std::size_t kColdBytes = std::size_t{2} << 30;
 
-KvFormat format_of(const Case& c) {
-  switch (c.layout) {
-    case Layout::head_major:
-      return KvFormat::head_major(c.kv_dtype, c.kv_heads, c.head_dim, c.value_dim, c.page_tokens);
-    case Layout::token_major:
-      return KvFormat::token_major(c.kv_dtype, c.kv_heads, c.head_dim, c.value_dim, c.page_tokens);
-    case Layout::latent:
-      return KvFormat::latent(c.kv_dtype, c.head_dim, c.value_dim, c.page_tokens);
-  }
-  return {};
-}
-
-/// Elements of a page, including V's even if V has a pool of its own.
-std::int64_t page_elements(const Case& c) {
-  const KvFormat format = format_of(c);
-  return c.layout == Layout::token_major ? format.k.page + format.v.page : format.page_elements();
-}
-
 /// Random K and V. Rows that contain scales are those of DType::fp8_ds_mla.
 cuda::Buffer random_pool(const Case& c, std::int64_t pages, std::mt19937::result_type seed) {
-  if (c.kv_dtype != DType::fp8_ds_mla) return random_elements(c.kv_dtype, pages * page_elements(c), seed);
+  const std::int64_t bytes = pages * c.page_bytes();
+  if (c.kv_dtype != DType::fp8_ds_mla)
+    return random_elements(c.kv_dtype, bytes / static_cast<std::int64_t>(size_bytes(c.kv_dtype)), seed);
   const std::int64_t rows = pages * c.page_tokens;
-  cuda::Buffer pool(static_cast<std::size_t>(rows * c.token_bytes()));
+  cuda::Buffer pool(static_cast<std::size_t>(bytes));
   cuda::bench::fill_mixed_rows(pool.data(), rows, c.head_dim, c.value_dim, seed);
   return pool;
-}
-
-/// A view of the pool, without a page table.
-KvView view_of(const cuda::Buffer& pool, const Case& c, std::int64_t pages) {
-  const KvFormat format = format_of(c);
-  KvView kv = KvView::of_pool(pool.data(), format, pages).whole();
-  if (c.layout == Layout::token_major) kv.v = pool.data() + pages * format.k.page * format.element_bytes();
-  return kv;
-}
-
-/// Tokens of each sequence.
-std::vector<std::int64_t> lengths_of(const Case& c, std::mt19937& random) {
-  std::vector<std::int64_t> lengths(static_cast<std::size_t>(c.batch), c.tokens);
-  if (c.is_ragged) {
-    for (auto& length : lengths) length = std::uniform_int_distribution<std::int64_t>(1, c.tokens)(random);
-  }
-  return lengths;
 }
 
 /// Pages of sequences with these lengths.
 std::int64_t pages_of(const Case& c, const std::vector<std::int64_t>& lengths) {
   std::int64_t pages = 0;
-  for (const std::int64_t length : lengths) pages += (length + c.page_tokens - 1) / c.page_tokens;
+  for (const std::int64_t length : lengths) pages += c.pages_of(length);
   return pages;
 }
 
@@ -306,12 +236,12 @@ class Workload {
  public:
   Workload(const Case& c, std::mt19937& random)
       : case_(c),
-        lengths_(lengths_of(c, random)),
+        lengths_(c.lengths(random)),
         kv_bytes_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0}) * c.token_bytes()),
         turns_(1 + static_cast<std::int64_t>(kColdBytes) / kv_bytes_),
         pages_(turns_ * pages_of(c, lengths_)),
         pool_(random_pool(c, pages_, random())),
-        table_at_(on_device(operators_, page_table(random))),
+        table_at_(on_device(operators_, page_tables(random))),
         scales_at_(on_device(operators_, scales(random))) {
     if (c.is_portable) operators_.set_kernel_target(cuda::KernelTarget::any_gpu);
     std::vector<std::int32_t> slots(static_cast<std::size_t>(turns_ * c.batch));
@@ -357,8 +287,8 @@ class Workload {
     args.batch = {offsets_, reinterpret_cast<const std::int32_t*>(offsets_at_.data()),
                   reinterpret_cast<const std::int64_t*>(positions_at_.data()),
                   reinterpret_cast<const std::int32_t*>(slots_at_.data()) + turn * case_.batch};
-    args.kv = view_of(pool_, case_, pages_);
-    args.kv.max_pages = max_pages();
+    args.kv = case_.view(pool_.data(), pages_);
+    args.kv.max_pages = case_.max_pages();
     args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at_.data());
     if (case_.kv_dtype == kFp8) {
       args.kv.k_scale = reinterpret_cast<const float*>(scales_at_.data());
@@ -372,8 +302,6 @@ class Workload {
   }
 
  private:
-  std::int64_t max_pages() const { return (case_.tokens + case_.page_tokens - 1) / case_.page_tokens; }
-
   /// Scales of an e4m3 cache: of K, then of V.
   std::vector<float> scales(std::mt19937& random) const {
     std::uniform_real_distribution<float> uniform(0.5f, 1.5f);
@@ -382,20 +310,12 @@ class Workload {
     return values;
   }
 
-  /// [turns * batch, max_pages]: pages in random order.
-  std::vector<std::int32_t> page_table(std::mt19937& random) const {
-    std::vector<std::int32_t> order(static_cast<std::size_t>(pages_));
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
-    std::vector<std::int32_t> table(static_cast<std::size_t>(turns_ * case_.batch * max_pages()), 0);
-    auto next = order.begin();
-    for (std::int64_t row = 0; row < turns_ * case_.batch; ++row) {
-      const std::int64_t length = lengths_[static_cast<std::size_t>(row % case_.batch)];
-      const std::int64_t count = (length + case_.page_tokens - 1) / case_.page_tokens;
-      std::copy_n(next, count, table.begin() + row * max_pages());
-      next += count;
-    }
-    return table;
+  /// The page tables of all turns.
+  std::vector<std::int32_t> page_tables(std::mt19937& random) const {
+    std::vector<std::int64_t> lengths;
+    for (std::int64_t turn = 0; turn < turns_; ++turn)
+      lengths.insert(lengths.end(), lengths_.begin(), lengths_.end());
+    return case_.page_table(lengths, random);
   }
 
   cuda::Operators<T> operators_;
@@ -504,7 +424,7 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
   state.counters["us"] = us;
   state.counters["flop/s"] = work.flops() / us * 1e6;
   report_reads(state, read);
-  if (!c.is_prefill()) {
+  if (!is_prefill(c)) {
     state.counters["bytes/s"] = work.kv_bytes() / us * 1e6;
     state.counters["%_of_read"] = 100.0 * work.kv_bytes() / us * 1e6 / read.best();
   }
@@ -518,7 +438,7 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
 }
 
 void add(const Case& c) {
-  register_case(c.name(), [&c](benchmark::State& state) {
+  register_case(c.name(), [c](benchmark::State& state) {
     if (c.kv_dtype == DType::f16) {
       bench_partial_attention<f16>(state, c);
     } else {
@@ -527,11 +447,15 @@ void add(const Case& c) {
   });
 }
 
-const int kRegistered = [] {
+}  // namespace
+
+void register_attention(const std::vector<AttentionCase>& cases) {
+  for (const Case& c : cases) add(c);
+}
+
+void register_attention() {
   for (const Case& c : kCases) add(c);
   for (const Case& c : kLatentCases) add(c);
-  return 0;
-}();
+}
 
-}  // namespace
 }  // namespace helix::bench

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
@@ -20,10 +21,17 @@
 
 namespace helix::bench {
 
-/// A case that runs once and reports its own time.
+/// Registers a case that runs once and reports its own time. An exception ends only this case.
 template <class Body>
 void register_case(const std::string& name, const Body& body) {
-  benchmark::RegisterBenchmark(name.c_str(), body)
+  const auto run = [body](benchmark::State& state) {
+    try {
+      body(state);
+    } catch (const std::exception& error) {
+      state.SkipWithError(error.what());
+    }
+  };
+  benchmark::RegisterBenchmark(name.c_str(), run)
       ->UseManualTime()
       ->Iterations(1)
       ->Unit(benchmark::kMicrosecond);

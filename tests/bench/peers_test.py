@@ -32,7 +32,8 @@ def run(*arguments, program=None):
 
 
 def fake_bench(folder, benchmarks):
-    """A program that takes the switches of helix-bench-cuda and writes `benchmarks`; it keeps the filter beside it."""
+    """A program that takes the switches of helix-bench-cuda and writes `benchmarks`; it keeps the filter and the
+    cases that it is told beside it."""
     program = pathlib.Path(folder) / "bench"
     (pathlib.Path(folder) / "results.json").write_text(json.dumps({"benchmarks": benchmarks}), encoding="utf-8")
     program.write_text("""#!/bin/sh
@@ -40,6 +41,7 @@ here="$(dirname "$0")"
 for argument in "$@"; do
   case "$argument" in
     --benchmark_filter=*) echo "${argument#*=}" > "$here/filter" ;;
+    --case=*) echo "${argument#*=}" >> "$here/cases" ;;
     --benchmark_out=*) cp "$here/results.json" "${argument#*=}" ;;
   esac
 done
@@ -109,6 +111,23 @@ class CommandLine(unittest.TestCase):
         filtered = run("--list", "--filter", "heads:16:1/.*queries:2").stdout.split()
         self.assertEqual(len(filtered), 6)
 
+    def test_every_name_is_that_of_its_case(self):
+        for case in all_cases():
+            self.assertEqual(Case.parse(case.name), case)
+        self.assertEqual(Case.parse("heads:6:2/tokens:77"), Case(6, 2, tokens=77))
+
+    def test_own_cases_stand_for_those_of_the_list(self):
+        result = run("--list", "--case", "tokens:777/heads:6:2/dim:64", "--case=tokens:9/kv:fp8_e4m3/ragged")
+        self.assertEqual(result.stdout.split(), ["partial_attention/heads:6:2/batch:1/tokens:777/page:64/queries:1/dim:64",
+                                                 "partial_attention/heads:64:8/batch:1/tokens:9/page:64/queries:1/kv:fp8_e4m3/ragged"])
+
+    def test_a_case_that_peers_do_not_have_is_refused(self):
+        for name, why in (("tokens:9/page:16", "'page:16'"), ("heads:8:8", "has no tokens"), ("tokens:9/dim:576/value_dim:512", "layout"),
+                          ("tokens:9/kv:f16", "'kv:f16'"), ("tokens:-9", "'tokens:-9'"), ("tokens:9/layout:latent", "layout:latent")):
+            result = run("--list", "--case", name)
+            self.assertEqual(result.returncode, 2, name)
+            self.assertIn(why, result.stderr)
+
     def test_an_unknown_peer_is_refused(self):
         result = run("--only", "xformers")
         self.assertEqual(result.returncode, 2)
@@ -127,6 +146,12 @@ class Program(unittest.TestCase):
         wanted = {case.name + "/iterations:1/manual_time" for case in all_cases()}
         self.assertEqual(wanted - set(listed), set())
         self.assertEqual(set(filtered), wanted)
+
+    def test_helix_bench_cuda_has_own_cases_alone(self):
+        cases = [Case(6, 2, 3, 777, 5, kv="fp8_e4m3", ragged=True), Case(16, 1, 1, 100, 2, 576, 512)]
+        listed = subprocess.run([PROGRAM, "--benchmark_list_tests", *(f"--case={case.name}" for case in cases)], capture_output=True,
+                                text=True, timeout=120, check=True).stdout.split()
+        self.assertEqual(listed, [case.name + "/iterations:1/manual_time" for case in cases])
 
 
 class Run(unittest.TestCase):
@@ -153,6 +178,16 @@ class Run(unittest.TestCase):
         self.assertEqual(rows["cases"][0]["helix"]["us"], 15.5)
         self.assertIsNone(rows["cases"][2]["helix"])
         self.assertEqual(set(rows["peers"]), set(peers.PEERS))
+
+    def test_helix_bench_cuda_is_told_own_cases(self):
+        case = Case(6, 2, tokens=777)
+        with tempfile.TemporaryDirectory() as folder:
+            program = fake_bench(folder, [measured(case, us=2.0, **{"flop/s": 1e12, "bytes/s": 1e12})])
+            result = run("--case", "tokens:777/heads:6:2", "--only", "cudnn", program=program)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertEqual((pathlib.Path(folder) / "cases").read_text(encoding="utf-8"), case.name + "\n")
+            self.assertFalse((pathlib.Path(folder) / "filter").exists())
+        self.assertRegex(result.stdout, f"(?m)^{case.name} +2.00 +1000 GB/s$")
 
     def test_without_helix_bench_cuda_it_says_so_and_fails(self):
         result = run("--only", "cudnn", "--filter", "queries:16", program="/nowhere/helix-bench-cuda")

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// A case of attention, the same on CPUs and GPUs: its shape, its name, and the cache that it reads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <helix/dtype.hpp>
+#include <helix/kv_format.hpp>
+
+namespace helix::bench {
+
+/// The memory layout of a pool of K and V.
+enum class AttentionLayout {
+  head_major,  ///< [page][K, V][head][token][D]: Helix's own.
+  /// [K, V][page][token][head][D]: vLLM's layout; with pages of one token, SGLang's.
+  token_major,
+  latent  ///< [page][token][D]: MLA.
+};
+
+/// Attention of a batch of sequences that all have as many query tokens, their last ones.
+struct AttentionCase {
+  std::int64_t query_heads = 64;
+  std::int64_t kv_heads = 8;
+  std::int64_t batch = 1;
+  /// Length of each sequence, including the query tokens; the maximum length if ragged.
+  std::int64_t tokens = 0;
+  std::int64_t page_tokens = 64;
+  std::int64_t queries = 1;
+  bool is_ragged = false;  ///< Lengths are random, uniform in [1, tokens].
+  AttentionLayout layout = AttentionLayout::head_major;
+  std::int64_t head_dim = 128;
+  std::int64_t value_dim = head_dim;
+  DType kv_dtype = DType::bf16;
+  bool is_portable = false;  ///< On a GPU, whether to use the kernels that run on every GPU.
+
+  /// "partial_attention/heads:64:8/batch:8/tokens:131072/page:64/queries:1", then what differs from the
+  /// values above: /dim:D /value_dim:Dv /kv:TYPE /ragged /layout:token_major (or latent) /portable.
+  std::string name() const;
+  /// The case of this name. The first component and those that have the values above may be missing, and all
+  /// may come in any order. @throws Error(invalid_argument) that names what is wrong.
+  static AttentionCase parse(std::string_view name);
+
+  /// Bytes of K and V of one token.
+  std::int64_t token_bytes() const;
+  KvFormat format() const;
+  /// Bytes of a page, including V's even if V has a pool of its own.
+  std::int64_t page_bytes() const;
+  /// A view of a pool of `num_pages` pages at `pool`, without a page table.
+  KvView view(std::byte* pool, std::int64_t num_pages) const;
+  /// Tokens of each sequence.
+  std::vector<std::int64_t> lengths(std::mt19937& random) const;
+  /// Pages of a sequence of `length` tokens.
+  std::int64_t pages_of(std::int64_t length) const { return (length + page_tokens - 1) / page_tokens; }
+  /// Pages of a sequence of the greatest length: the width of a page table.
+  std::int64_t max_pages() const { return pages_of(tokens); }
+  /// Page tables [lengths.size(), max_pages()] of sequences of these lengths, whose pages lie in random order
+  /// and are the first of the pool. Entries without a page are 0.
+  std::vector<std::int32_t> page_table(const std::vector<std::int64_t>& lengths, std::mt19937& random) const;
+};
+
+/// Takes "--case=NAME", any number of them, out of the arguments of a program, which are also Google
+/// Benchmark's. Returns the cases. Asked for --help, says first what a case is. @throws as
+/// AttentionCase::parse().
+std::vector<AttentionCase> take_cases(int& argc, char** argv);
+
+}  // namespace helix::bench
