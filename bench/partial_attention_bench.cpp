@@ -127,15 +127,17 @@ class Workload {
       }
       offsets_.push_back(static_cast<std::int32_t>(positions_.size()));
     }
-    turns_ = std::min(turns_, 1 + static_cast<std::int64_t>(kManyFlops / flops_));
+    std::int64_t num_pages = 0;
+    for (const std::int64_t length : lengths_) num_pages += c.pages_of(length);
+    turns_ = std::min({turns_, 1 + static_cast<std::int64_t>(kManyFlops / flops_),
+                       1 + 4 * kColdBytes / (num_pages * c.page_bytes())});
+    num_pages *= turns_;
     std::vector<std::int64_t> all_lengths;
     for (std::int64_t turn = 0; turn < turns_; ++turn)
       all_lengths.insert(all_lengths.end(), lengths_.begin(), lengths_.end());
     table_ = c.page_table(all_lengths, random_);
     slots_.resize(all_lengths.size());
     std::iota(slots_.begin(), slots_.end(), 0);
-    std::int64_t num_pages = 0;
-    for (const std::int64_t length : all_lengths) num_pages += c.pages_of(length);
     pool_ = operators_.allocate(static_cast<std::size_t>(num_pages * c.page_bytes()));
     scales_.assign(static_cast<std::size_t>(c.kv_heads), 1.0f / 256);
     const auto tokens = std::ssize(positions_);

@@ -209,7 +209,7 @@ constexpr std::array<Case, 36> latent_cases() {
 constexpr auto kLatentCases = latent_cases();
 
 /// Size of the pool, whose parts launches read in turn.
-constexpr std::size_t kColdBytes = std::size_t{2} << 30;
+constexpr std::int64_t kColdBytes = std::int64_t{2} << 30;
 
 /// Random K and V. Rows that contain scales are those of DType::fp8_ds_mla.
 cuda::Buffer random_pool(const Case& c, std::int64_t pages, std::mt19937::result_type seed) {
@@ -229,6 +229,11 @@ std::int64_t pages_of(const Case& c, const std::vector<std::int64_t>& lengths) {
   return pages;
 }
 
+/// Batches of sequences that take turns. Pages that are nearly empty do not add up to a pool of any size.
+std::int64_t turns_of(const Case& c, std::int64_t kv_bytes, std::int64_t batch_pages) {
+  return 1 + std::min(kColdBytes / kv_bytes, 4 * kColdBytes / (batch_pages * c.page_bytes()));
+}
+
 /// One case on the device: queries, a page table, and a pool for several batches of sequences that take
 /// turns, so that none finds its KV in the L2 cache. T is the type of q and out.
 template <class T>
@@ -238,7 +243,7 @@ class Workload {
       : case_(c),
         lengths_(c.lengths(random)),
         kv_bytes_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0}) * c.token_bytes()),
-        turns_(1 + static_cast<std::int64_t>(kColdBytes) / kv_bytes_),
+        turns_(turns_of(c, kv_bytes_, pages_of(c, lengths_))),
         pages_(turns_ * pages_of(c, lengths_)),
         pool_(random_pool(c, pages_, random())),
         table_at_(on_device(operators_, page_tables(random))),
