@@ -344,9 +344,8 @@ void launch_bias(const Product<T>& p, cudaStream_t stream) {
 }
 
 /// Rows from which the library takes a product of several heads. It is faster with 512 rows of 16 heads and
-/// with 2048 rows of 128: prompts of latent attention take 21 ms instead of 23, and 88 instead of 111
-/// (docs/measurements/attention.md, "Prompts of latent attention, expanded"). Fewer rows were not measured
-/// separately.
+/// with 2048 rows of 128: prompts of latent attention take 21 ms instead of 23, and 88 instead of 111. Fewer
+/// rows were not measured separately.
 constexpr int kLibraryHeadRows = 64;
 
 template <class T>
