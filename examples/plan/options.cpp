@@ -103,13 +103,15 @@ void add_workload_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--weight-dtype", texts.weights, fmt::format("{}", fmt::join(format_names(), ", ")))
       ->check(CLI::IsMember(format_names()))
       ->capture_default_str();
-  app.add_option("--kv-dtype", texts.kv, fmt::format("as above, and of latent attention {}", kMixedRows))
+  app.add_option("--kv-dtype", texts.kv,
+                 fmt::format("as above, or {} for models with latent attention", kMixedRows))
       ->check(CLI::IsMember(kv_format_names()))
       ->capture_default_str();
-  app.add_option("--activation-dtype", texts.activations, "as above; of messages, too")
+  app.add_option("--activation-dtype", texts.activations, "as above; also the format of messages")
       ->check(CLI::IsMember(format_names()))
       ->capture_default_str();
-  as_count(app.add_option("--step-tokens", options.workload.step_tokens, "query tokens a sequence and step"))
+  as_count(
+      app.add_option("--step-tokens", options.workload.step_tokens, "query tokens per sequence and step"))
       ->check(CLI::Range(1, 1 << 16))
       ->capture_default_str();
   app.add_option("--expert-hits", texts.expert_hits, "experts that a step reads: expectation or worst-case")
@@ -119,7 +121,7 @@ void add_workload_options(CLI::App& app, Options& options, OptionTexts& texts) {
 
 void add_search_options(CLI::App& app, plan::SearchSpace& space, OptionTexts& texts) {
   as_count(app.add_option("--gpus", space.max_gpus,
-                          "GPUs at most; powers of two of GPUs and of pipeline stages are searched"))
+                          "most GPUs; powers of two of GPUs and of pipeline stages are searched"))
       ->check(CLI::Range(1, 1 << 15))
       ->capture_default_str();
   as_count(app.add_option("--batch", texts.batch, "sequences; default: searched, powers of two"))
@@ -127,7 +129,7 @@ void add_search_options(CLI::App& app, plan::SearchSpace& space, OptionTexts& te
   as_count(app.add_option("--max-batch", space.max_batch, "largest batch of the search"))
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24))
       ->capture_default_str();
-  app.add_option("--ttl-ms", texts.ttl_ms, "most milliseconds that a token of a sequence may take");
+  app.add_option("--ttl-ms", texts.ttl_ms, "most milliseconds from one token of a sequence to the next");
   app.add_option("--objective", texts.objective,
                  "latency or throughput (tokens/s/GPU); default: throughput with --ttl-ms, else latency")
       ->check(CLI::IsMember({"latency", "throughput"}));

@@ -65,26 +65,26 @@ void add_prompt_options(CLI::App& app, GenerationRequest& request, OptionTexts& 
   app.add_option("--prompt-ids", texts.prompt_ids, "token ids \"1,2,3\"; repeat for a batch")
       ->allow_extra_args(false);
   app.add_option("--prompts", texts.prompts_file, "JSON file: array of arrays of token ids");
-  as_count(app.add_option("--max-new-tokens", request.max_new_tokens, "tokens to generate a sequence"))
+  as_count(app.add_option("--max-new-tokens", request.max_new_tokens,
+                          "tokens to generate per sequence; with --serve, the default of max_tokens"))
       ->capture_default_str();
-  app.add_flag("--ignore-eos", request.ignore_eos, "go on after an end-of-sequence token");
+  app.add_flag("--ignore-eos", request.ignore_eos, "continue after an end-of-sequence token");
 }
 
 void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option(
          "--topology", texts.topology,
-         "given: by the widths below, one rank unless they say more; auto: the planner's fastest for the "
-         "launcher's processes or --ranks, without either for at most a rank on each visible GPU, on the "
-         "CPU for one rank")
+         "given: the widths below; auto: the planner's fastest topology of one replica, for the launcher's "
+         "processes or --ranks, else for at most one rank per visible GPU, or one rank on the CPU")
       ->check(CLI::IsMember({"given", "auto"}))
       ->capture_default_str();
-  as_count(app.add_option("--ranks", options.num_ranks,
-                          "ranks to choose a topology for, with --topology auto; under mpirun and torchrun "
-                          "their processes"))
+  as_count(
+      app.add_option("--ranks", options.num_ranks,
+                     "with --topology auto: number of ranks; under a launcher its processes are the ranks"))
       ->check(CLI::Range(1, 32768));
   app.add_option("--kvp", options.topology.kvp, "KV-parallel width of attention")->capture_default_str();
   app.add_option("--tpa", options.topology.tpa, "tensor-parallel width of attention")->capture_default_str();
-  app.add_option("--tpf", options.topology.tpf, "tensor-parallel width of the FFN; 0: N / ep")
+  app.add_option("--tpf", options.topology.tpf, "tensor-parallel width of the FFN; 0: kvp * tpa / ep")
       ->capture_default_str();
   app.add_option("--ep", options.topology.ep, "expert-parallel width of the FFN")->capture_default_str();
   app.add_option("--pp", options.topology.pp, "pipeline stages")->capture_default_str();
@@ -94,20 +94,24 @@ void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
 
 void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
   GenerationRequest& request = options.request;
-  as_count(app.add_option("--chunk", request.chunk, "tokens that stay together on a KVP rank"))
+  as_count(app.add_option("--chunk", request.chunk,
+                          "consecutive tokens that one KVP rank owns before the next rank's turn"))
       ->capture_default_str();
-  as_count(app.add_option("--page-tokens", request.page_tokens, "tokens a KV page"))->capture_default_str();
+  as_count(app.add_option("--page-tokens", request.page_tokens, "tokens per KV page"))->capture_default_str();
   as_count(app.add_option("--draft-tokens", request.draft_tokens,
-                          "query tokens a step; drafts come from --teacher-force"))
+                          "query tokens per sequence and step, up to 64; drafts come from --teacher-force"))
       ->capture_default_str();
-  app.add_option("--teacher-force", texts.teacher_file,
-                 "JSON file: array of continuations to feed, or with --draft-tokens to propose");
+  app.add_option(
+      "--teacher-force", texts.teacher_file,
+      "JSON file: a list of token ids per sequence, fed in place of drawn tokens; with --draft-tokens "
+      "proposed as drafts");
   app.add_option(
       "--kv-dtype", options.kv_dtype_name,
-      "f32, f16, bf16, fp8_e4m3 or, of MLA, fp8_ds_mla; default: the checkpoint's; f32 with --verify");
-  app.add_option("--hop-b", texts.hop_b,
-                 "slices of the batch whose exchange overlaps attention: 1 to 64, auto, or off, which is 1; "
-                 "over peer memory a step is one slice")
+      "f32, f16, bf16, fp8_e4m3 or, for MLA, fp8_ds_mla; default: the checkpoint's; f32 with --verify");
+  app.add_option(
+         "--hop-b", texts.hop_b,
+         "number of slices of the batch whose exchange overlaps attention: 1 to 64, auto, or off (1); "
+         "over peer memory a step is always one slice")
       ->capture_default_str();
   app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-p", request.sampling.top_p, "nucleus probability in (0, 1]")->capture_default_str();
@@ -118,42 +122,48 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
       ->capture_default_str();
   app.add_option("--seed", texts.seed, "seed of the draws")->type_name("UINT")->capture_default_str();
   app.add_option("--repetition-penalty", request.penalties.repetition,
-                 "divides the logits of tokens that prompt or output have")
+                 "divides the logits of tokens that occur in the prompt or the output")
       ->capture_default_str();
   app.add_option("--presence-penalty", request.penalties.presence,
-                 "taken off the logits of tokens that the output has")
+                 "is subtracted from the logits of tokens that occur in the output")
       ->capture_default_str();
   app.add_option("--frequency-penalty", request.penalties.frequency,
-                 "taken off for each time that the output has the token")
+                 "is subtracted once for each occurrence in the output")
       ->capture_default_str();
-  as_count(app.add_option("--synthetic-context", request.synthetic_context,
-                          "tokens of generated KV instead of a prompt"));
+  as_count(
+      app.add_option("--synthetic-context", request.synthetic_context,
+                     "fills the KV cache with this many generated tokens instead of computing a prompt"));
   app.add_option(
          "--prefill-tokens", texts.prefill_tokens,
-         "most prompt tokens a step: a COUNT, or auto: on GPUs whose memory has room for it 2048, of models "
-         "with experts 4096 without --serve; else 256")
+         "most prompt tokens per step: a COUNT, or auto: on GPUs with room for it 2048, or 4096 for models "
+         "with experts without --serve; else 256")
       ->capture_default_str();
-  app.add_option("--mla-prefill", texts.mla_prefill,
-                 "how prompts attend in models of latent attention: absorbed, in the latent space; expanded, "
-                 "with keys and values of each head, which take memory; auto: what takes less time")
+  app.add_option(
+         "--mla-prefill", texts.mla_prefill,
+         "how prompts attend in models with latent attention: absorbed: in the latent space; expanded: "
+         "with keys and values of each head, which need memory; auto: whichever takes less time")
       ->check(CLI::IsMember({"auto", "absorbed", "expanded"}))
       ->capture_default_str();
 }
 
 void add_serve_options(CLI::App& app, Options& options) {
-  app.add_flag("--serve", options.serve,
-               "take requests as lines of JSON from standard input, give events on standard output; see "
-               "docs/decoding.md");
+  app.add_flag(
+      "--serve", options.serve,
+      "takes requests as lines of JSON from standard input and writes events to standard output; see "
+      "docs/decoding.md");
   as_count(app.add_option("--max-sequences", options.serve_limits.max_sequences,
-                          "with --serve: requests that decode side by side, a replica"))
+                          "with --serve: requests per replica that run concurrently, up to 4096"))
       ->capture_default_str();
   as_count(
-      app.add_option("--context", options.serve_limits.max_tokens,
-                     "with --serve: most tokens of a prompt and its output; 0: 8192, or the model's fewer"))
+      app.add_option(
+          "--context", options.serve_limits.max_tokens,
+          "with --serve: most tokens of a prompt and its output together; 0: 8192, or the model's limit if "
+          "that is less"))
       ->capture_default_str();
-  as_count(app.add_option(
-               "--kv-tokens", options.serve_limits.kv_tokens,
-               "with --serve: tokens that a replica's KV cache holds; 0: --max-sequences times --context"))
+  as_count(
+      app.add_option(
+          "--kv-tokens", options.serve_limits.kv_tokens,
+          "with --serve: capacity of a replica's KV cache in tokens; 0: --max-sequences times --context"))
       ->capture_default_str();
 }
 
@@ -204,42 +214,44 @@ void check_use(const CLI::App& app, const Options& options, const std::string& d
 }
 
 void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
-  app.add_option("--device", texts.device,
-                 "cpu, cuda, or auto: cuda where it is built in and GPUs are visible, one at least for each "
-                 "process of mpirun, else cpu")
+  app.add_option(
+         "--device", texts.device,
+         "auto: cuda if it is built in and GPUs are visible (under mpirun, one for each process of the "
+         "machine), else cpu")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
   app.add_option(
          "--activation", texts.activation,
-         "element type of activations: f32, bf16 or, on GPUs, f16. On the CPU bf16 concerns products of "
-         "bf16 weights. auto: on GPUs the checkpoint's type, bf16 for fp8 ones; on the CPU bf16 if the "
-         "checkpoint "
-         "is bf16 and every rank multiplies bf16 in hardware, else f32; on both f32 with --verify")
+         "element type of activations; f16 on GPUs only. auto: on GPUs the checkpoint's type, or bf16 if "
+         "that "
+         "is fp8; on the CPU bf16 if the checkpoint is bf16 and every rank's hardware multiplies bf16, else "
+         "f32; with --verify f32. On the CPU bf16 only rounds the inputs of products with bf16 weights")
       ->check(CLI::IsMember({"auto", "f32", "bf16", "f16"}))
       ->capture_default_str();
   app.add_option("--cuda-graphs", texts.cuda_graphs,
-                 "on or off: on GPUs, replay decode steps of equal shapes from a captured one")
+                 "on GPUs: capture decode steps and replay them for steps of equal shapes")
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
   app.add_option(
          "--peer-memory", texts.peer_memory,
-         "auto, on or off: whether ranks on GPUs write into each other's memory. auto: where each has "
-         "a GPU of its own; NCCL where GPUs do not reach each other")
+         "whether ranks on GPUs write into each other's memory. auto: if each has a GPU of its own. NCCL "
+         "connects GPUs that do not reach each other")
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->capture_default_str();
-  app.add_option("--timeout", options.timeout_seconds,
-                 "seconds that a rank waits for another one, and --serve at its end for a client that reads "
-                 "nothing")
+  app.add_option(
+         "--timeout", options.timeout_seconds,
+         "seconds that a rank waits for another one, and --serve, at the end, for a client that reads "
+         "nothing")
       ->check(CLI::Range(1, 86400))
       ->capture_default_str();
   app.add_option("--threads", options.num_threads,
-                 "threads a rank; 0: the machine's cores shared by its ranks")
+                 "CPU: threads per rank; 0: the machine's cores shared by its ranks")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
   app.add_option(
       "--tuning", options.tuning,
-      "ways in which CPU kernels work, \"kernel=way,...\", instead of the fastest by measurement; the "
-      "report names both");
+      "CPU: which variants the kernels use, \"kernel=way,...\", instead of the fastest by measurement; the "
+      "report of --json names both");
 }
 
 /// Checks --topology, --ranks and the widths, which exclude each other.
