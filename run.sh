@@ -15,9 +15,10 @@ usage: ./run.sh                     complete prompts with both bundled models, o
        ./run.sh bench [FILTER] [ARGUMENTS]
                                     helix-bench; FILTER is a regular expression on benchmark names, ARGUMENTS are
                                     Google Benchmark's or --case=NAME: attention over a shape of your own
-Missing packages are installed first (apt-get; sudo only where needed); text takes two more from PyPI, into build/chat. CUDA is not installed. Its kernels, which take
-minutes to compile, are built where a GPU is visible and nvcc and NCCL are found, or as HELIX_CUDA=ON, OFF or AUTO in the
-environment says. CXX, CXXFLAGS, CUDACXX, CUDAARCHS and CMAKE_PREFIX_PATH are honoured.
+Missing packages are installed first (apt-get; sudo only where needed); text takes two more from PyPI, into build/chat.
+CUDA is not installed. Its kernels, which take minutes to compile, are built if a GPU is visible and nvcc and NCCL are
+found, or as HELIX_CUDA=ON, OFF or AUTO in the environment says. CXX, CXXFLAGS, CUDACXX, CUDAARCHS and CMAKE_PREFIX_PATH
+are honoured.
 TEXT
 }
 

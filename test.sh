@@ -10,8 +10,8 @@ usage: ./test.sh [OPTION ...] [-- CTEST_ARGUMENTS]
   --full           also the tests labelled full, which take long
   --quick          only the tests labelled quick
   --sanitize NAME  asan (with ubsan), ubsan or tsan: the quick tests, built with that sanitizer
-  --arm64          the quick tests that hold for 64-bit Arm, cross-compiled and emulated; ends with status 77 where there is no cross
-                   compiler, emulator or arm64 package
+  --arm64          the quick tests that hold for 64-bit Arm, cross-compiled and emulated; ends with status 77 if there is
+                   no cross compiler, emulator or arm64 package
   --no-mpi         as on a machine without MPI
   --no-cuda        as on a machine without CUDA
 Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed, but used where nvcc and

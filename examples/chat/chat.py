@@ -12,8 +12,9 @@ import time
 from decoder import Answer, Decoder, DecoderError
 from text import TextError, TextModel
 
-EPILOG = """Options behind -- go to helix-decode, such as -- --kvp 2 --device cuda; see ./run.sh decode --help.
-Without TEXT a terminal begins a conversation (/new begins another, Ctrl-C ends an answer, Ctrl-D the program), and a
+EPILOG = """Sampling options that are not given follow generation_config.json.
+Options after -- go to helix-decode, such as -- --kvp 2 --device cuda; see ./run.sh decode --help.
+Without TEXT, a conversation begins in a terminal (/new begins another, Ctrl-C ends an answer, Ctrl-D the program). A
 pipe is read to its end as one prompt."""
 
 
@@ -37,17 +38,17 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", required=True, type=pathlib.Path, help="checkpoint directory with its tokenizer")
     parser.add_argument("--decoder", default="helix-decode", help=argparse.SUPPRESS)
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    parser.add_argument("--system", help="what the conversation begins with")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default: %(default)s)")
-    parser.add_argument("--temperature", type=number, help="0: the likeliest token; default: as the checkpoint says")
-    parser.add_argument("--top-p", type=number)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--min-p", type=number)
-    parser.add_argument("--repetition-penalty", type=number)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--ignore-eos", action="store_true", help="go on behind the end of an answer")
+    parser.add_argument("--system", help="system message that starts the conversation")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="most tokens of an answer (default: %(default)s)")
+    parser.add_argument("--temperature", type=number, help="0: the likeliest token")
+    parser.add_argument("--top-p", type=number, help="nucleus probability")
+    parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
+    parser.add_argument("--min-p", type=number, help="drop tokens less likely than this times the likeliest's probability")
+    parser.add_argument("--repetition-penalty", type=number, help="above 1: make tokens that have occurred less likely")
+    parser.add_argument("--seed", type=int, help="seed of the draws")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after the end of an answer")
     parser.add_argument("--special", action="store_true", help="print special tokens too")
-    parser.add_argument("--stats", action="store_true", help="tell times and tokens behind each answer")
+    parser.add_argument("--stats", action="store_true", help="print times and token counts after each answer")
     options = parser.parse_args(own)
     if options.max_tokens < 1:
         parser.error(f"--max-tokens is {options.max_tokens}; give at least 1")
