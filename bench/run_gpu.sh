@@ -6,11 +6,12 @@ set -euo pipefail
 usage() {
   cat <<'TEXT'
 usage: bench/run_gpu.sh [BUILD [OPTION ...]]
-BUILD is a build folder of this checkout with HELIX_CUDA=ON, build/cuda unless given, and is brought up to date; one that was built
-elsewhere is used as it is, and its results are of commit "unknown". Runs the tests labelled gpu, then helix-bench-cuda with OPTION ...
-(such as --benchmark_filter=linear), and writes bench/results/DEVICE-DATE-COMMIT.json (DEVICE-x4 with four). A failed test does not keep
-the benchmarks from running, but the script then fails. 1, 2 or 4 GPUs; cases that need more than there are are left out.
-HELIX_RESULTS names another folder for the results; HELIX_SKIP_TESTS=1 goes straight to the benchmarks.
+Runs the tests labelled gpu, then helix-bench-cuda with OPTION ... (such as --benchmark_filter=linear), and writes
+bench/results/DEVICE-DATE-COMMIT.json (DEVICE-x4 with four GPUs). For 1, 2 or 4 GPUs; cases that need more GPUs are left out. If a test
+fails, the benchmarks run all the same, but the script fails.
+BUILD is a build folder of this checkout with HELIX_CUDA=ON, build/cuda unless given, and is brought up to date. A folder that was built
+elsewhere is used as it is; its results are of commit "unknown".
+HELIX_RESULTS names another folder for the results. HELIX_SKIP_TESTS=1 runs only the benchmarks.
 TEXT
 }
 
