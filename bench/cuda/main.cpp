@@ -8,6 +8,8 @@
 #include <vector>
 
 #include <benchmark/benchmark.h>
+#include <cuda_runtime_api.h>
+#include <nccl.h>
 
 #include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
@@ -30,6 +32,18 @@ void register_all(int num_gpus, bool is_listing) {
   helix::bench::register_peers(num_gpus);
   if (num_gpus > 0) helix::bench::register_decode_layers(num_gpus);  // sized by the GPUs' memory
   helix::bench::register_attention_scaling(num_gpus);
+}
+
+/// Adds the versions of the CUDA runtime and of NCCL to the results.
+void report_versions() {
+  int version = 0;
+  if (cudaRuntimeGetVersion(&version) == cudaSuccess)
+    benchmark::AddCustomContext("cuda",
+                                std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10));
+  if (ncclGetVersion(&version) == ncclSuccess)  // as of NCCL 2.9: major * 10000 + minor * 100 + patch
+    benchmark::AddCustomContext("nccl", std::to_string(version / 10000) + "." +
+                                            std::to_string(version / 100 % 100) + "." +
+                                            std::to_string(version % 100));
 }
 
 }  // namespace
@@ -57,6 +71,7 @@ int main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::AddCustomContext("gpus", std::to_string(num_gpus));
+  report_versions();
   if (cases.empty()) {
     register_all(num_gpus, is_listing);
   } else {
