@@ -238,6 +238,8 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
                 call.most_rows, " query rows of a KV head; a GPU kernel counts up to ", kMaxQueryRows,
                 ": give fewer tokens a step");
   const AttentionKernel& kernel = kernel_for(call);
+  // Throws before anything is queued, for the kernels of all runs too: none has longer sequences.
+  const int most_tiles = most_launch_tiles(kernel, args.kv.format.num_heads, most_tokens);
   if (kernel.least_rows > 0) {
     const Runs runs(args.batch, args.q.extent(1) / args.kv.format.num_heads, kernel.least_rows);
     if (runs.count > 1) {
@@ -266,7 +268,6 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
   p.split_tiles = reinterpret_cast<SplitQueryTile*>(partials.tiles.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
-  const int most_tiles = most_launch_tiles(kernel, p.kv_heads, most_tokens);
   for_each_launch(args.batch, args.follows_prepare, p, most_tiles, [&] {
     kernel.launch(p, call, {blocks, blocks == all_blocks, state_->shares_device, stream.handle()});
     p.headers.message = nullptr;  // only the first launch writes them
