@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Operators: moves many tokens of one sequence into the KV pages and back.
+// cpu::Operators: stores tokens in the KV pages and reads them back.
 #include <algorithm>
 
 #include <helix/cpu/backend.hpp>
 
+#include "cpu/batch_offsets.hpp"
 #include "cpu/kv_rows.hpp"
+#include "cpu/row_tasks.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -59,6 +61,34 @@ void read_latent_rows(const Rows& rows, const ReadLatentsArgs<float>& args, Thre
 }
 
 }  // namespace
+
+void Operators::append_kv(const AppendKvArgs<float>& args, Stream stream) const {
+  detail::check_append_kv(args);
+  const std::int64_t tokens = args.batch.num_tokens();
+  if (tokens == 0) return;
+  stream.enqueue([args, tokens, host_offsets = BatchOffsets(args.batch), pool = pool_] {
+    const KvView& kv = args.kv;
+    with_kv_rows(kv, [&](const auto& rows) {
+      const std::int32_t* offsets = args.batch.query_offsets;
+      const std::int64_t sequences = args.batch.num_sequences();
+      host_offsets.check("append_kv", {offsets, static_cast<std::size_t>(sequences + 1)});
+      const std::int64_t first = offsets[0];
+      const std::int64_t row_elements =
+          args.k.extent(1) * args.k.extent(2) + args.v.extent(1) * args.v.extent(2);
+      for_each_row(*pool, tokens, row_elements, [&](std::int64_t row) {
+        const std::int64_t token = first + row;
+        const std::int64_t position = args.batch.positions[token];
+        if (position < 0 || kv.layout.owner(position) != kv.kvp_rank) return;
+        // The last sequence that begins at or before the token: empty ones begin where the next does.
+        const std::int32_t* next = std::upper_bound(offsets, offsets + sequences, token);
+        const std::int32_t slot = args.batch.sequence_slots[next - offsets - 1];
+        const std::int64_t local = kv.layout.local(position);
+        for (std::int64_t head = 0; head < kv.format.num_heads; ++head)
+          rows.store(slot, local, head, args.k, args.v, token);
+      });
+    });
+  });
+}
 
 void Operators::write_kv(const WriteKvArgs<float>& args, Stream stream) const {
   detail::check_write_kv(args);
