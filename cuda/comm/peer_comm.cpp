@@ -37,11 +37,11 @@ bool hosts_meet(const PeerComm::State& state, const Stream& stream) {
   return status == cudaStreamCaptureStatusNone;
 }
 
-comm::Call call_of(Operation operation, std::int64_t count, int detail = 0) {
+comm::Call call_of(Operation operation, std::int64_t count, int root = 0) {
   comm::Call call;
   call.operation = operation;
   call.count = count;
-  call.root = detail;
+  call.root = root;
   return call;
 }
 

@@ -37,7 +37,7 @@ std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::s
   WindowCall own;
   own.operation = comm::Operation::allocate_window;
   own.count = static_cast<std::int64_t>(bytes);
-  own.root = static_cast<int>(multiple);
+  own.multiple = multiple;
   meet(own, -1);
   // Do this without the root's lock: mapping waits for kernels of other groups, whose hosts have yet to meet.
   if (rank_ == 0) {

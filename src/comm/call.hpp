@@ -2,6 +2,7 @@
 // One rank's call of a collective: the arguments that it brings to a meeting.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -21,7 +22,8 @@ struct Call {
   void* out = nullptr;
   std::int64_t count = 0;  // elements of a reduction, else bytes
   DType dtype = DType::f32;
-  int root = 0;
+  int root = 0;                              // broadcast
+  std::size_t multiple = 0;                  // of a window's stride: allocate_window
   const std::int64_t* send_bytes = nullptr;  // all_to_all_v
   const std::int64_t* recv_bytes = nullptr;
   int color = 0;  // split
@@ -40,7 +42,7 @@ struct Call {
                operation != Operation::split && operation != Operation::kernel) {
       text << " of " << count << " bytes";
     }
-    if (operation == Operation::allocate_window) text << " in multiples of " << root;
+    if (operation == Operation::allocate_window) text << " in multiples of " << multiple;
     if (operation == Operation::broadcast) text << " from group rank " << root;
     return text.str();
   }

@@ -77,7 +77,8 @@ struct Meeting {
       const Call& call = *calls[i];
       const bool agrees = call.count == first.count &&
                           (is_pair || (call.operation == first.operation && call.kernel == first.kernel &&
-                                       call.dtype == first.dtype && call.root == first.root));
+                                       call.dtype == first.dtype && call.root == first.root &&
+                                       call.multiple == first.multiple));
       if (agrees) continue;
       text << "ranks disagree: rank " << root_ranks[0] << " calls " << first.describe() << ", rank "
            << root_ranks[i] << " calls " << call.describe()

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Meetings of ranks with failures on some ranks or a lack of memory on one: no rank finds a call that has
 // ended, and a failure without a message is a failure too.
+#include <array>
 #include <chrono>
+#include <cstddef>
 #include <memory>
 #include <new>
 #include <optional>
@@ -21,6 +23,7 @@ using helix::ErrorCode;
 using helix::comm::Call;
 using helix::comm::Group;
 using helix::comm::Move;
+using helix::comm::Operation;
 using helix::comm::Root;
 
 namespace {
@@ -67,6 +70,29 @@ TEST_CASE("what fails on one rank ends the group with its words, what fails on a
     CHECK(failure->what == "rank 1 failed: no such kernel");
   }
   CHECK(group->root->failure == "rank 1 failed: no such kernel");
+}
+
+TEST_CASE("ranks that ask for windows in other multiples disagree, with both multiples in the message") {
+  // They are equal in their lower 32 bits.
+  constexpr std::array<std::size_t, 2> kMultiples = {16, (std::size_t{1} << 32) + 16};
+  const auto group = group_of(2);
+  group->root->timeout = 20s;
+  const auto ask = [&](int rank) {
+    Call call{.operation = Operation::allocate_window,
+              .count = 64,
+              .multiple = kMultiples[static_cast<std::size_t>(rank)]};
+    return helix::test::failure_of(
+        [&] { group->collective(rank, call, [](const std::vector<Call*>&) { return Move(); }); });
+  };
+  std::optional<helix::test::Failure> of_other;
+  std::thread other([&] { of_other = ask(1); });
+  const auto failure = ask(0);
+  other.join();
+  REQUIRE((failure && of_other));
+  CHECK(failure->code == ErrorCode::invalid_argument);
+  CHECK_THAT(failure->what, ContainsSubstring("allocate_window of 64 bytes in multiples of 16, rank 1") &&
+                                ContainsSubstring("in multiples of 4294967312;"));
+  CHECK(of_other->what == failure->what);
 }
 
 TEST_CASE("a rank that has no memory to say who is missing has not come, and may come again") {
