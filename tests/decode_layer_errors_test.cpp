@@ -401,7 +401,7 @@ TEST_CASE("A KVP communicator that is not the topology's is refused with both ra
       CHECK(outcomes.code(1) == ErrorCode::invalid_argument);
       CHECK_THAT(outcomes.message(1),
                  ContainsSubstring(has_own_cache ? "decode_layer: the KVP communicator has rank "
-                                                 : "the KVP communicator has rank "));
+                                                 : "ShardedKVCache: the KVP communicator has rank "));
     }
   }
 }

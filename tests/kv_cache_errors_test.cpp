@@ -327,7 +327,7 @@ TEST_CASE("bad cache sizes fail at construction") {
   const Topology topology(widths_of({.kvp = 2, .kv_heads = 1}), shape_of({.kvp = 2, .kv_heads = 1}));
   CpuBackend alone;
   CHECK(contains(failure_of([&] { Cache(alone, topology, good); })->what,
-                 "the stage communicator has 1 ranks but the topology 2"));
+                 "ShardedKVCache: the stage communicator has 1 ranks; the topology's stage has 2"));
   CpuBackend crossed(LocalComm::create_group(2)[1], LocalComm::create_group(2)[0]);
   CHECK(contains(failure_of([&] { Cache(crossed, topology, good); })->what,
                  "places stage_rank 1 at kvp_rank 1 of 2"));

@@ -214,17 +214,15 @@ class ShardedKVCache {
 
   static int checked_stage_rank(B& backend, const Topology& topology) {
     const auto comms = backend.comms();
-    HELIX_EXPECTS(comms.stage != nullptr && comms.kvp != nullptr, ErrorCode::invalid_argument,
-                  "the KV cache needs a backend with a stage and a KVP communicator");
-    HELIX_EXPECTS(comms.stage->size() == topology.stage_size(), ErrorCode::invalid_argument,
-                  "the stage communicator has ", comms.stage->size(), " ranks but the topology ",
-                  topology.stage_size());
-    const int kvp_rank = topology.stage_coordinates(comms.stage->rank()).kvp_rank;
-    HELIX_EXPECTS(comms.kvp->size() == topology.kvp() && comms.kvp->rank() == kvp_rank,
-                  ErrorCode::invalid_argument, "the KVP communicator has rank ", comms.kvp->rank(), " of ",
-                  comms.kvp->size(), " but the topology places stage_rank ", comms.stage->rank(),
-                  " at kvp_rank ", kvp_rank, " of ", topology.kvp());
-    return comms.stage->rank();
+    const auto& stage = detail::given_comm("ShardedKVCache", "stage", comms.stage);
+    const auto& kvp = detail::given_comm("ShardedKVCache", "kvp", comms.kvp);
+    detail::check_stage_size("ShardedKVCache", stage, topology.stage_size());
+    const int kvp_rank = topology.stage_coordinates(stage.rank()).kvp_rank;
+    HELIX_EXPECTS(kvp.size() == topology.kvp() && kvp.rank() == kvp_rank, ErrorCode::invalid_argument,
+                  "ShardedKVCache: the KVP communicator has rank ", kvp.rank(), " of ", kvp.size(),
+                  "; the topology places stage_rank ", stage.rank(), " at kvp_rank ", kvp_rank, " of ",
+                  topology.kvp());
+    return stage.rank();
   }
 
   static PageLedgerSpec ledger_spec(const KvCacheSpec& spec, const Topology& topology) {
