@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -26,19 +25,6 @@ inline void check_num_rows(std::int64_t rows) {
 }
 
 }  // namespace detail
-
-/// Checks a sampling config. @throws Error(invalid_argument) naming the value that is NaN or out of range.
-inline void check_sampling(const SamplingConfig& config) {
-  HELIX_EXPECTS(config.temperature >= 0.0f && config.temperature <= std::numeric_limits<float>::max(),
-                ErrorCode::invalid_argument, "temperature is ", config.temperature,
-                "; it must be finite and at least 0");
-  HELIX_EXPECTS(config.top_p > 0.0f && config.top_p <= 1.0f, ErrorCode::invalid_argument, "top_p is ",
-                config.top_p, "; it must be in (0, 1]");
-  HELIX_EXPECTS(config.min_p >= 0.0f && config.min_p <= 1.0f, ErrorCode::invalid_argument, "min_p is ",
-                config.min_p, "; it must be in [0, 1]");
-  HELIX_EXPECTS(config.top_k >= 0, ErrorCode::invalid_argument, "top_k is ", config.top_k,
-                "; it must be at least 0, which keeps all");
-}
 
 /// Final norm, LM head and sampling of one rank. A rank that skipped or repeated a step is an
 /// Error(out_of_step) on the stream, not a wrong token (invariant 13), unless the next step has the same

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include <helix/backend/vocabulary.hpp>
 #include <helix/dtype.hpp>
 #include <helix/mla_prefill.hpp>
-#include <helix/vocabulary_head.hpp>
 
 #include "model/stage_plan.hpp"
 #include "model/step.hpp"

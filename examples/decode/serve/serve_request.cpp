@@ -11,8 +11,8 @@
 #include <set>
 #include <utility>
 
+#include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
-#include <helix/vocabulary_head.hpp>
 
 #include "files/json_events.hpp"
 #include "files/strict_json.hpp"

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include <helix/backend/layer.hpp>
+#include <helix/error.hpp>
 #include <helix/tensor_view.hpp>
 
 namespace helix {
@@ -39,6 +41,19 @@ struct SamplingConfig {
 
   friend bool operator==(const SamplingConfig&, const SamplingConfig&) = default;
 };
+
+/// Checks a sampling config. @throws Error(invalid_argument) naming the value that is NaN or out of range.
+inline void check_sampling(const SamplingConfig& config) {
+  HELIX_EXPECTS(config.temperature >= 0.0f && config.temperature <= std::numeric_limits<float>::max(),
+                ErrorCode::invalid_argument, "temperature is ", config.temperature,
+                "; it must be finite and at least 0");
+  HELIX_EXPECTS(config.top_p > 0.0f && config.top_p <= 1.0f, ErrorCode::invalid_argument, "top_p is ",
+                config.top_p, "; it must be in (0, 1]");
+  HELIX_EXPECTS(config.min_p >= 0.0f && config.min_p <= 1.0f, ErrorCode::invalid_argument, "min_p is ",
+                config.min_p, "; it must be in [0, 1]");
+  HELIX_EXPECTS(config.top_k >= 0, ErrorCode::invalid_argument, "top_k is ", config.top_k,
+                "; it must be at least 0, which keeps all");
+}
 
 /// Arguments of sample(), which draws one token a row. The token is -1 where a logit is NaN or +inf, or none
 /// is above -inf, whatever the config. A greedy draw takes the smallest id on ties. Any other draw is a
