@@ -16,6 +16,7 @@
 
 #include "files/reason.hpp"
 #include "generate/generate.hpp"
+#include "model/step_workspace.hpp"
 
 namespace helix::decode {
 

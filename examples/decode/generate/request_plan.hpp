@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include <helix/kv_cache_spec.hpp>
 #include <helix/mla_prefill.hpp>
-#include <helix/sharded_kv_cache.hpp>
 #include <helix/topology.hpp>
 
 #include "generate/generation.hpp"

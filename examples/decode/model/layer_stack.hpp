@@ -17,6 +17,7 @@
 #include "model/model_config.hpp"
 #include "model/stage_plan.hpp"
 #include "model/stage_weights.hpp"
+#include "model/step_workspace.hpp"
 
 namespace helix::decode {
 

@@ -30,6 +30,7 @@
 #include "model/stage_weights.hpp"
 #include "model/step.hpp"
 #include "model/step_buffer.hpp"
+#include "model/step_workspace.hpp"
 
 namespace helix::decode {
 
