@@ -79,14 +79,14 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
   cache_ = detail::fingerprint(spec_);
 
   try {
-    make_room();
+    make_books();
   } catch (const std::bad_alloc&) {
     throw Error(ErrorCode::capacity, "no memory to keep books of ", spec_.max_sequences, " sequences and ",
                 spec_.num_pages, " pages a KVP rank; build the KV cache with fewer");
   }
 }
 
-inline void PageLedger::make_room() {
+inline void PageLedger::make_books() {
   const auto kvp = static_cast<std::size_t>(spec_.layout.kvp());
   sequences_.resize(static_cast<std::size_t>(spec_.max_sequences));
   free_slots_.resize(sequences_.size());
@@ -256,8 +256,7 @@ inline void PageLedger::unreserve(SequenceId id) {
   update_reservation(sequence);
 }
 
-inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId> ids,
-                                                     std::span<const std::int64_t> counts) {
+inline void PageLedger::count_demands(std::span<const SequenceId> ids, std::span<const std::int64_t> counts) {
   HELIX_EXPECTS(ids.size() == counts.size(), ErrorCode::invalid_argument, "append: ", ids.size(),
                 " sequences but ", counts.size(), " counts");
   ++mark_;
@@ -277,7 +276,9 @@ inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId>
           larger<std::int64_t>(0, demand(sequence, rank, new_length) - sequence.reserved_pages[rank]);
     }
   }
-  check_free("append", demands_);
+}
+
+inline void PageLedger::make_room(std::span<const SequenceId> ids, std::span<const std::int64_t> counts) {
   changes_.copies.clear();
   changes_.table.clear();
   changes_.copies.reserve(ids.size());
@@ -290,6 +291,34 @@ inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId>
                               static_cast<std::size_t>(pages_of(sequence.length + counts[i], rank)));
     }
   }
+}
+
+inline void PageLedger::grow(Sequence& sequence, std::int32_t slot, std::int64_t new_length) {
+  for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
+    std::vector<std::int32_t>& pages = sequence.pages[rank];
+    const bool is_this_rank = static_cast<std::int64_t>(rank) == kvp_rank_;
+    if (demand(sequence, rank, new_length) == 0) continue;
+    TableWrite write{slot, static_cast<std::int64_t>(pages.size()), pages_of(new_length, rank)};
+    if (must_copy_last_page(sequence, rank)) {
+      const PageCopy copy{pages.back(), take_page(rank)};
+      drop_page(rank, copy.source);
+      pages.back() = copy.target;
+      --write.begin;
+      if (is_this_rank) changes_.copies.push_back(copy);
+    }
+    while (static_cast<std::int64_t>(pages.size()) < write.end) pages.push_back(take_page(rank));
+    if (is_this_rank) changes_.table.push_back(write);
+  }
+  sequence.length = new_length;
+  update_reservation(sequence);
+  sequence.settled_length = find_settled_length(sequence);
+}
+
+inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId> ids,
+                                                     std::span<const std::int64_t> counts) {
+  count_demands(ids, counts);
+  check_free("append", demands_);
+  make_room(ids, counts);
 
   // Nothing below throws.
   for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -297,26 +326,9 @@ inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId>
     const std::int64_t new_length = sequence.length + counts[i];
     if (new_length <= sequence.settled_length) {
       sequence.length = new_length;
-      continue;
+    } else {
+      grow(sequence, ids[i].slot, new_length);
     }
-    for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
-      std::vector<std::int32_t>& pages = sequence.pages[rank];
-      const bool is_this_rank = static_cast<std::int64_t>(rank) == kvp_rank_;
-      if (demand(sequence, rank, new_length) == 0) continue;
-      TableWrite write{ids[i].slot, static_cast<std::int64_t>(pages.size()), pages_of(new_length, rank)};
-      if (must_copy_last_page(sequence, rank)) {
-        const PageCopy copy{pages.back(), take_page(rank)};
-        drop_page(rank, copy.source);
-        pages.back() = copy.target;
-        --write.begin;
-        if (is_this_rank) changes_.copies.push_back(copy);
-      }
-      while (static_cast<std::int64_t>(pages.size()) < write.end) pages.push_back(take_page(rank));
-      if (is_this_rank) changes_.table.push_back(write);
-    }
-    sequence.length = new_length;
-    update_reservation(sequence);
-    sequence.settled_length = find_settled_length(sequence);
   }
   return changes_;
 }

@@ -165,7 +165,7 @@ class PageLedger {
     std::int64_t reserved = 0;            // sum over sequences of reserved_pages
   };
 
-  void make_room();
+  void make_books();
   std::size_t index_of(SequenceId id) const;
   const Pool& pool_of(std::string_view operation, std::int64_t kvp_rank) const;
   std::int64_t pages_of(std::int64_t num_tokens, std::size_t rank) const;
@@ -174,6 +174,12 @@ class PageLedger {
   void check_tokens(std::string_view operation, std::int64_t num_tokens) const;
   void check_free(std::string_view operation, std::span<const std::int64_t> demand_by_rank) const;
   std::size_t free_slot(std::string_view operation) const;
+  /// Checks the arguments of append(), and sets demands_ to the free pages that it takes.
+  void count_demands(std::span<const SequenceId> ids, std::span<const std::int64_t> counts);
+  /// Reserves the host memory that append() fills, so that it cannot throw halfway.
+  void make_room(std::span<const SequenceId> ids, std::span<const std::int64_t> counts);
+  /// Grows one sequence beyond its settled length. Does not throw: pages and memory are there.
+  void grow(Sequence& sequence, std::int32_t slot, std::int64_t new_length);
   void set_reserved_pages(Sequence& sequence, std::size_t rank, std::int64_t count);
   void update_reservation(Sequence& sequence);
   std::int64_t find_settled_length(const Sequence& sequence) const;
