@@ -30,7 +30,7 @@ inline std::vector<TopologySpec> Topology::legal_topologies(const ModelShape& sh
 }
 
 inline Topology::Topology(const TopologySpec& spec, const ModelShape& shape) : spec_(spec), shape_(shape) {
-  detail::throw_if_any(violations(spec, shape), spec, shape);
+  detail::expect_no_violations(violations(spec, shape), spec, shape);
   spec_.tpf = static_cast<int>(detail::tpf_of(spec));
 }
 
@@ -47,7 +47,7 @@ inline Topology::Topology(const TopologySpec& spec, const ModelShape& shape, int
     found.push_back(message({"the world has ", world_size, " ranks but DP ", spec.dp, " * PP ", spec.pp,
                              " * N ", detail::stage_size_of(spec), " needs another number; ", advice}));
   }
-  detail::throw_if_any(found, spec, shape);
+  detail::expect_no_violations(found, spec, shape);
   spec_.tpf = static_cast<int>(detail::tpf_of(spec));
 }
 

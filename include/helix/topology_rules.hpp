@@ -4,7 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,6 +17,7 @@
 
 namespace helix::detail {
 
+/// N = KVP * TPA, which may exceed an int.
 inline std::int64_t stage_size_of(const TopologySpec& spec) {
   return std::int64_t{spec.kvp} * spec.tpa;
 }
@@ -93,17 +94,14 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
   return found;
 }
 
-/// Each violated rule of a grid with its values; empty if it is legal.
-inline std::vector<std::string> grid_violations(const TopologySpec& spec, const ModelShape& shape) {
-  std::vector<std::string> found = shape_violations(shape);
-  const bool shape_is_sound = found.empty();
-  const auto violated = [&](std::initializer_list<MessagePart> parts) { found.push_back(message(parts)); };
-
-  bool widths_are_sound = true;
+/// Adds widths below 1 to `found`. Returns whether there are none: products of widths have a meaning only
+/// then.
+inline bool widths_are_sound(const TopologySpec& spec, std::vector<std::string>& found) {
+  bool is_sound = true;
   const auto at_least_one = [&](std::string_view name, int width) {
     if (width >= 1) return;
-    violated({name, " is ", width, "; it must be at least 1"});
-    widths_are_sound = false;
+    found.push_back(message({name, " is ", width, "; it must be at least 1"}));
+    is_sound = false;
   };
   at_least_one("KVP", spec.kvp);
   at_least_one("TPA", spec.tpa);
@@ -111,26 +109,32 @@ inline std::vector<std::string> grid_violations(const TopologySpec& spec, const 
   if (spec.tpf != 0) at_least_one("TPF", spec.tpf);
   at_least_one("PP", spec.pp);
   at_least_one("DP", spec.dp);
-  if (spec.attn_dp != 1)
-    violated({"attn_dp is ", spec.attn_dp, "; data-parallel attention is not built: use 1"});
-  if (!widths_are_sound) return found;
+  if (spec.attn_dp != 1) {
+    found.push_back(message({"attn_dp is ", spec.attn_dp, "; data-parallel attention is not built: use 1"}));
+  }
+  return is_sound;
+}
 
+/// Adds what is wrong with the number of ranks, of a stage and of the job, to `found`.
+inline void add_size_violations(const TopologySpec& spec, std::vector<std::string>& found) {
   const std::int64_t n = stage_size_of(spec);
   if (n > kMaxRanks || n * spec.pp > kMaxRanks || n * spec.pp > kMaxRanks / spec.dp) {
-    violated({"KVP ", spec.kvp, " * TPA ", spec.tpa, " * PP ", spec.pp, " * DP ", spec.dp, " exceeds ",
-              kMaxRanks, " ranks, the most of a job"});
+    found.push_back(message({"KVP ", spec.kvp, " * TPA ", spec.tpa, " * PP ", spec.pp, " * DP ", spec.dp,
+                             " exceeds ", kMaxRanks, " ranks, the most of a job"}));
   }
   if (spec.tpf == 0 && n % spec.ep != 0) {
-    violated(
-        {"N = KVP * TPA = ", n, " is not a multiple of EP ", spec.ep, ", so no TPF gives TPF * EP == N"});
+    found.push_back(message(
+        {"N = KVP * TPA = ", n, " is not a multiple of EP ", spec.ep, ", so no TPF gives TPF * EP == N"}));
   } else if (const std::int64_t ffn_ranks = tpf_of(spec) * spec.ep; ffn_ranks != n) {
-    violated({"KVP ", spec.kvp, " * TPA ", spec.tpa, " = ", n, " differs from TPF ", spec.tpf, " * EP ",
-              spec.ep, " = ", ffn_ranks, "; attention and FFN use the same ranks"});
+    found.push_back(message({"KVP ", spec.kvp, " * TPA ", spec.tpa, " = ", n, " differs from TPF ", spec.tpf,
+                             " * EP ", spec.ep, " = ", ffn_ranks, "; attention and FFN use the same ranks"}));
   }
+}
 
-  // From here on rules divide by sizes of the model.
-  if (!shape_is_sound) return found;
-
+/// Adds what keeps the heads from being split over KVP x TPA to `found`.
+inline void add_attention_violations(const TopologySpec& spec, const ModelShape& shape,
+                                     std::vector<std::string>& found) {
+  const auto violated = [&](std::initializer_list<MessagePart> parts) { found.push_back(message(parts)); };
   if (shape.is_mla() && spec.tpa != 1) {
     violated({"TPA is ", spec.tpa, " but MLA's latent cannot be split by heads; use TPA 1 and a larger KVP"});
   } else if (spec.tpa > shape.num_kv_heads) {
@@ -145,9 +149,15 @@ inline std::vector<std::string> grid_violations(const TopologySpec& spec, const 
   } else if (shape.num_kv_heads % spec.tpa != 0) {
     violated({"num_kv_heads ", shape.num_kv_heads, " is not a multiple of TPA ", spec.tpa});
   }
-  if (shape.num_query_heads % n != 0) {
+  if (const std::int64_t n = stage_size_of(spec); shape.num_query_heads % n != 0)
     violated({"num_query_heads ", shape.num_query_heads, " is not a multiple of N = KVP * TPA = ", n});
-  }
+}
+
+/// Adds what keeps the FFN and the experts from being split over TPF x EP to `found`.
+inline void add_ffn_violations(const TopologySpec& spec, const ModelShape& shape,
+                               std::vector<std::string>& found) {
+  const auto violated = [&](std::initializer_list<MessagePart> parts) { found.push_back(message(parts)); };
+  const std::int64_t n = stage_size_of(spec);
   const std::string_view uneven_hint = "; choose widths that divide it, or allow_uneven_ffn";
   if (!spec.allow_uneven_ffn) {
     if (shape.ffn % n != 0)
@@ -165,14 +175,26 @@ inline std::vector<std::string> grid_violations(const TopologySpec& spec, const 
   } else if (shape.num_experts() % spec.ep != 0) {
     violated({"num_experts ", shape.num_experts(), " is not a multiple of EP ", spec.ep});
   }
+}
+
+/// Each violated rule of a grid with its values; empty if it is legal.
+inline std::vector<std::string> grid_violations(const TopologySpec& spec, const ModelShape& shape) {
+  std::vector<std::string> found = shape_violations(shape);
+  const bool shape_is_sound = found.empty();
+  if (!widths_are_sound(spec, found)) return found;
+  add_size_violations(spec, found);
+  // From here on rules divide by sizes of the model.
+  if (!shape_is_sound) return found;
+  add_attention_violations(spec, shape, found);
+  add_ffn_violations(spec, shape, found);
   if (shape.num_layers > 0 && spec.pp > shape.num_layers) {
-    violated({"PP ", spec.pp, " exceeds num_layers ", shape.num_layers,
-              ", which would leave stages without a layer"});
+    found.push_back(message({"PP ", spec.pp, " exceeds num_layers ", shape.num_layers,
+                             ", which would leave stages without a layer"}));
   }
   return found;
 }
 
-/// In ascending order.
+/// The divisors of n >= 1, in ascending order.
 inline std::vector<std::int64_t> divisors(std::int64_t n) {
   std::vector<std::int64_t> found;
   for (std::int64_t d = 1; d * d <= n; ++d) {
@@ -210,6 +232,7 @@ inline std::vector<TopologySpec> legal_grids(const ModelShape& shape, std::int64
   return legal;
 }
 
+/// The widths of a stage as messages name them: "KVP 4 x TPA 2, TPF 8 x EP 1".
 inline std::string grid_name(const TopologySpec& spec) {
   return message({"KVP ", spec.kvp, " x TPA ", spec.tpa, ", TPF ", tpf_of(spec), " x EP ", spec.ep});
 }
@@ -273,8 +296,9 @@ inline std::string advice(const TopologySpec& wanted, const ModelShape& shape) {
   return "";
 }
 
-inline void throw_if_any(const std::vector<std::string>& found, const TopologySpec& spec,
-                         const ModelShape& shape) {
+/// @throws Error(invalid_topology) that lists `found`, the violated rules, with advice, if there are any.
+inline void expect_no_violations(const std::vector<std::string>& found, const TopologySpec& spec,
+                                 const ModelShape& shape) {
   if (found.empty()) return;
   std::string text = message(
       {"topology ", grid_name(spec), " breaks ", found.size(), found.size() == 1 ? " rule" : " rules"});
