@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <helix/dtype.hpp>
+#include <helix/integers.hpp>
 #include <helix/kv_format.hpp>
 
 namespace helix::bench {
@@ -55,7 +56,7 @@ struct AttentionCase {
   /// Tokens of each sequence.
   std::vector<std::int64_t> lengths(std::mt19937& random) const;
   /// Pages of a sequence of `length` tokens.
-  std::int64_t pages_of(std::int64_t length) const { return (length + page_tokens - 1) / page_tokens; }
+  std::int64_t pages_of(std::int64_t length) const { return ceil_div(length, page_tokens); }
   /// Pages of a sequence of the greatest length: the width of a page table.
   std::int64_t max_pages() const { return pages_of(tokens); }
   /// Page tables [lengths.size(), max_pages()] of sequences of these lengths, whose pages lie in random order

@@ -35,9 +35,8 @@ inline constexpr std::int64_t kScaledColumns = 128;
 /// `value_dim` e4m3 columns, then one f32 scale for each kScaledColumns of them (stored * scale = value).
 HELIX_HOST_DEVICE constexpr std::int64_t latent_extent(DType dtype, std::int64_t value_dim) {
   constexpr auto kScaleBytes = static_cast<std::int64_t>(sizeof(float));
-  return dtype == DType::fp8_ds_mla
-             ? value_dim + (value_dim + kScaledColumns - 1) / kScaledColumns * kScaleBytes
-             : value_dim;
+  return dtype == DType::fp8_ds_mla ? value_dim + ceil_div(value_dim, kScaledColumns) * kScaleBytes
+                                    : value_dim;
 }
 /// Elements of dtype that `columns` rope columns of one token take. For DType::fp8_ds_mla these are bytes, of
 /// bf16 columns.

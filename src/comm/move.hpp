@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <helix/dtype.hpp>
+#include <helix/integers.hpp>
 
 #include "comm/bytes.hpp"
 #include "comm/call.hpp"
@@ -22,10 +23,6 @@ inline constexpr std::int64_t kPieceElements = 8192;
 inline constexpr std::int64_t kPieceBytes = 64 * 1024;
 /// From this many bytes on, waking the other ranks to help pays off.
 inline constexpr std::int64_t kSharedMoveBytes = 512 * 1024;
-
-inline std::int64_t pieces(std::int64_t count, std::int64_t piece) {
-  return (count + piece - 1) / piece;
-}
 
 /// The data movement of one meeting, cut into units that any rank may do in any order. A unit of all_reduce
 /// reads everything that it overwrites before it writes, so `in == out` needs no scratch there.
@@ -143,7 +140,7 @@ class Move {
  private:
   void plan(std::int64_t lanes, std::int64_t count, std::int64_t piece) {
     piece_ = piece;
-    units_a_lane_ = pieces(count, piece);
+    units_a_lane_ = ceil_div(count, piece);
     units_ = lanes * units_a_lane_;
   }
 

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/limits.hpp>
 #include <helix/plan/collectives.hpp>
 
@@ -163,7 +164,7 @@ CollectiveTime collective_time(const Hardware& hardware, Collective collective, 
                 " bytes; it must be 0 or more");
   if (group.ranks == 1 || size == Bytes{}) return {};
   const int in_domain = std::clamp(hardware.nvlink_domain / group.stride, 1, group.ranks);
-  const int domains = (group.ranks + in_domain - 1) / in_domain;
+  const int domains = ceil_div(group.ranks, in_domain);
   const Spread spread{.ranks = group.ranks,
                       .in_domain = in_domain,
                       .in_last_domain = group.ranks - (domains - 1) * in_domain,

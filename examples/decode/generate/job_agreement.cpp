@@ -14,6 +14,7 @@
 #include <utility>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/version.hpp>
 
 namespace helix::decode {
@@ -133,7 +134,7 @@ void add_fields(JobFields& fields, const Checkpoint& checkpoint) {
   writer.add_digest("config.json", digest_of(checkpoint.config_json()));
   // With many tensors, the hash of the name decides which are sampled: a fair choice that is equal on all
   // ranks.
-  const std::uint64_t one_in = (checkpoint.num_tensors() + kMaxSamples - 1) / kMaxSamples;
+  const std::uint64_t one_in = ceil_div<std::uint64_t>(checkpoint.num_tensors(), kMaxSamples);
   for (const SafetensorsFile& file : checkpoint.files()) {
     Digest table;
     Digest contents;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <vector>
 
+#include <helix/integers.hpp>
 #include <helix/mixed_row.hpp>
 
 namespace helix::decode {
@@ -31,9 +32,7 @@ class PageFill {
         layer_(layer),
         first_head_(first_head) {}
 
-  std::int64_t num_pages() const {
-    return (local_tokens_ + kv_.format.page_tokens - 1) / kv_.format.page_tokens;
-  }
+  std::int64_t num_pages() const { return ceil_div(local_tokens_, kv_.format.page_tokens); }
 
   void fill(std::int64_t index, std::int64_t head) const {
     const KvFormat& format = kv_.format;

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/limits.hpp>
 
 #include "files/object_reader.hpp"
@@ -339,7 +340,7 @@ void parse_experts(const ObjectReader& top, ModelConfig& config) {
   // config.json counts the period from layer 0; MoeShape counts it from the first MoE layer.
   moe.layer_stride = top.integer_or("moe_layer_freq", 1, 1, kMaxCount);
   const std::int64_t first_dense = top.integer_or("first_k_dense_replace", is_v3 ? 3 : 0, 0, kMaxCount);
-  moe.first_dense_layers = (first_dense + moe.layer_stride - 1) / moe.layer_stride * moe.layer_stride;
+  moe.first_dense_layers = round_up(first_dense, moe.layer_stride);
   config.shape.moe = moe;
   parse_router(top, config);
 }

@@ -312,9 +312,9 @@ class PlanBuilder {
       HELIX_EXPECTS(config_.fp8_blocks.has_value(), ErrorCode::invalid_file, slice.source.file->path(),
                     ": tensor ", printable(tensor.name), " is F8_E4M3, but ", checkpoint_.config_path(),
                     " has no quantization_config with weight_block_size");
-      const auto blocks = [](std::int64_t size, std::int64_t block) { return (size + block - 1) / block; };
-      slice.scale = find(piece.tensor + "_scale_inv", blocks(piece.full_rows, config_.fp8_blocks->block_rows),
-                         blocks(piece.full_cols, config_.fp8_blocks->block_cols));
+      slice.scale =
+          find(piece.tensor + "_scale_inv", ceil_div(piece.full_rows, config_.fp8_blocks->block_rows),
+               ceil_div(piece.full_cols, config_.fp8_blocks->block_cols));
       if (slice.scale.tensor == nullptr) return std::nullopt;
       HELIX_EXPECTS(slice.scale.tensor->dtype && *slice.scale.tensor->dtype != DType::fp8_e4m3,
                     ErrorCode::unsupported, slice.scale.file->path(), ": tensor ",
