@@ -2,8 +2,6 @@
 // cuda::NcclComm: the collectives, and bounded waits for them.
 #include <optional>
 #include <sstream>
-#include <string>
-#include <thread>
 
 #include <cuda_runtime_api.h>
 

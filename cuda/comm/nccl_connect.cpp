@@ -4,7 +4,6 @@
 #include <memory>
 #include <span>
 #include <sstream>
-#include <string>
 #include <vector>
 
 #include <cuda_runtime_api.h>

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <sstream>
-#include <string_view>
 #include <utility>
 
 #include "comm/bootstrap_wait.hpp"

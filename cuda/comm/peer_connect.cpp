@@ -2,11 +2,9 @@
 // How a cuda::PeerComm is made: within a process, between processes, or split from another.
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <memory>
 #include <numeric>
 #include <span>
-#include <string>
 #include <utility>
 #include <vector>
 

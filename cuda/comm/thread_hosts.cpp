@@ -3,7 +3,6 @@
 #include "cuda/comm/thread_hosts.hpp"
 
 #include <exception>
-#include <utility>
 
 #include <cuda_runtime_api.h>
 

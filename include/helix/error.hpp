@@ -4,7 +4,6 @@
 
 #include <charconv>
 #include <concepts>
-#include <cstdint>
 #include <cstdio>
 #include <initializer_list>
 #include <stdexcept>

@@ -2,7 +2,6 @@
 // ExchangeLayout: where the messages of an exchange lie in the memory of KvpAllToAll, and what is in them.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include <helix/backend/exchange.hpp>

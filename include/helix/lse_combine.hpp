@@ -2,8 +2,6 @@
 // lse_combine: the exact merge of partial attention over any number of shards.
 #pragma once
 
-#include <cstdint>
-
 #include <helix/backend/exchange.hpp>
 #include <helix/error.hpp>
 #include <helix/limits.hpp>

@@ -9,7 +9,6 @@
 #include <limits>
 #include <memory>
 #include <string_view>
-#include <system_error>
 
 #include <dirent.h>
 #include <sys/resource.h>

@@ -2,6 +2,7 @@
 // Sockets: waits that end at a deadline.
 #include "comm/socket.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <system_error>
 

@@ -2,7 +2,6 @@
 // A descriptor that its owner closes, mostly of a socket, and transfers over sockets that end at a deadline.
 #pragma once
 
-#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <span>

@@ -2,7 +2,6 @@
 // The state of a MpiComm: collectives as nonblocking messages between pairs, polled up to a deadline.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>

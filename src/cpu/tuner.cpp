@@ -3,6 +3,7 @@
 #include "cpu/tuner.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <exception>
 #include <limits>
 #include <string>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The formulas of the paper's appendix A.
-#include <algorithm>
 
 #include <helix/error.hpp>
 #include <helix/integers.hpp>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks of Workload.
-#include <cmath>
 
 #include <helix/error.hpp>
 #include <helix/limits.hpp>

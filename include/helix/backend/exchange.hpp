@@ -2,7 +2,6 @@
 // ExchangeBackend: packing, checking and combining partial attention, and the arguments of each.
 #pragma once
 
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>

@@ -3,7 +3,6 @@
 // it. Declares a task, its kernels, and the packing of activations for them.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include <helix/dtype.hpp>
