@@ -4,7 +4,6 @@
 //
 // In a decode step the partials have just arrived and are still in the cache (small cases). The large cases,
 // up to 256 MiB of partials, are bound by memory.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <random>

@@ -9,8 +9,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
-#include <functional>
 #include <numeric>
 #include <random>
 #include <string>

@@ -2,7 +2,6 @@
 // Ranks as threads of this process, over NCCL or over each other's memory, and how they time collective work.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <concepts>
 #include <condition_variable>

@@ -3,7 +3,6 @@
 // optionally generation_config.json.
 #pragma once
 
-#include <cstdint>
 #include <filesystem>
 #include <map>
 #include <optional>

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <string>
 
 #include <helix/error.hpp>
 

@@ -10,7 +10,6 @@
 #include <numeric>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include <fmt/format.h>

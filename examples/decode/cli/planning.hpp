@@ -2,7 +2,6 @@
 // --topology auto: asks the planner for a topology.
 #pragma once
 
-#include <cstdint>
 #include <vector>
 
 #include <helix/topology.hpp>

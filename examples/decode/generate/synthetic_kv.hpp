@@ -3,9 +3,7 @@
 // the same values.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include <helix/cpu/thread_pool.hpp>
 #include <helix/sharded_kv_cache.hpp>

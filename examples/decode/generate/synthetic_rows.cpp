@@ -7,7 +7,6 @@
 #define HWY_TARGET_INCLUDE "generate/synthetic_rows.cpp"
 #include <hwy/foreach_target.h>
 // These must come after foreach_target.h.
-#include <algorithm>
 
 #include <hwy/highway.h>
 

@@ -2,10 +2,8 @@
 // LayerStack: the layers of one pipeline stage on one rank, with the cache and the exchange that they share.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include <helix/decode_layer.hpp>

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <span>
 #include <vector>
 
 #include <helix/vocabulary_head.hpp>

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <climits>
 #include <csignal>
 #include <functional>
 #include <new>
@@ -13,7 +12,6 @@
 #include <system_error>
 #include <utility>
 #include <variant>
-#include <vector>
 
 #include <fcntl.h>
 #include <fmt/format.h>

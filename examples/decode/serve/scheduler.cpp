@@ -3,7 +3,6 @@
 #include "serve/scheduler.hpp"
 
 #include <algorithm>
-#include <array>
 #include <iterator>
 #include <numeric>
 #include <type_traits>

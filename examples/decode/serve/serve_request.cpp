@@ -2,11 +2,9 @@
 // Parses one line of JSON in one pass, so that a prompt of a million ids is stored only once.
 #include "serve/serve_request.hpp"
 
-#include <array>
 #include <cmath>
 #include <functional>
 #include <limits>
-#include <map>
 #include <new>
 #include <set>
 #include <utility>
