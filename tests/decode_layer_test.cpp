@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
-#include <string>
 #include <vector>
 
 #include <helix/decode_layer.hpp>

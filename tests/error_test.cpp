@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The texts of errors.
-#include <string>
 
 #include <helix/error.hpp>
 

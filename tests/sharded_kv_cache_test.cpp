@@ -3,7 +3,6 @@
 // tokens.
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <random>
 #include <string>

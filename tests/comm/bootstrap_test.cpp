@@ -2,7 +2,6 @@
 // Bootstrap finds all ranks or reports on each rank what is wrong, and names the rank that fails. Needs no
 // GPU.
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>

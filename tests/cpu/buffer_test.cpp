@@ -8,7 +8,6 @@
 #include <fstream>
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <thread>
 #include <vector>
 

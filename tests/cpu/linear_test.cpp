@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Properties of the cpu linear and head_linear against naive double-precision products.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -2,9 +2,6 @@
 // Latent attention over KVP shards, from the cache through the exchange to the combined output, compared with
 // unsharded attention in double precision.
 #include <cstdint>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include <helix/cpu/backend.hpp>
 

@@ -9,7 +9,6 @@
 #include <limits>
 #include <numeric>
 #include <random>
-#include <string>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>

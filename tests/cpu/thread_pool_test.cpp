@@ -2,7 +2,6 @@
 // Properties of cpu::ThreadPool.
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <stdexcept>
 #include <thread>

@@ -2,8 +2,8 @@
 // The choice of cpu::Tuner among variants, and how it is fixed by name.
 #include "cpu/tuner.hpp"
 
-#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <string>
 #include <thread>
 #include <vector>

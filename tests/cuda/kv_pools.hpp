@@ -3,7 +3,6 @@
 // place of each element.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>

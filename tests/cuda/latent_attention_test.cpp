@@ -4,7 +4,6 @@
 // blocks, tiles and splits of any length, and pages of any size; everything that must not be read is
 // poisoned.
 #include <cstdint>
-#include <type_traits>
 #include <vector>
 
 #include <helix/cuda/backend.hpp>

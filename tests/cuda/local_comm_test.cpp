@@ -2,9 +2,6 @@
 // cuda::LocalComm keeps the communicator contract, orders the ranks' streams, is capturable, and names the
 // culprit of a failure.
 #include <chrono>
-#include <cstdint>
-#include <cstring>
-#include <string>
 #include <thread>
 #include <vector>
 

@@ -2,7 +2,6 @@
 // Latent attention over KVP shards of ranks that share a GPU, from the cache through the exchange to the
 // combined output, compared with unsharded attention in double precision.
 #include <cstdint>
-#include <string>
 #include <type_traits>
 #include <vector>
 

@@ -3,7 +3,6 @@
 // itself is not linked: this file defines its functions, which count calls.
 #include <atomic>
 #include <chrono>
-#include <string>
 #include <thread>
 #include <vector>
 

@@ -2,7 +2,6 @@
 // A job of processes started by a test: this program again, once per rank.
 #pragma once
 
-#include <csignal>
 #include <string>
 #include <vector>
 

@@ -2,7 +2,6 @@
 // project_qkv on a GPU compared with the product followed by prepare_qkv: the same bits, and one kernel
 // exactly where that is promised.
 #include <cstddef>
-#include <cstdint>
 #include <vector>
 
 #include <helix/cuda/backend.hpp>

@@ -3,7 +3,6 @@
 // would compute alone.
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <thread>
 #include <vector>
 

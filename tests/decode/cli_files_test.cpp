@@ -3,7 +3,6 @@
 // and leaves no partial file.
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <utility>
 #include <vector>

@@ -2,10 +2,8 @@
 // The decoder compared with transformers' outputs, under every legal topology and with many combinations of
 // options.
 #include <cstdlib>
-#include <map>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "decode/golden.hpp"

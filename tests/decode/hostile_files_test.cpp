@@ -2,7 +2,6 @@
 // Untrusted files that block, shrink, lie about their size or are slow to read on purpose: each costs one
 // Error, and little time and memory.
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <filesystem>
@@ -10,7 +9,6 @@
 #include <limits>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 

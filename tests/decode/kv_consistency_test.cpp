@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <span>
-#include <string>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>

@@ -3,7 +3,6 @@
 // containers.
 #include "cli/machine.hpp"
 
-#include <cstdint>
 #include <filesystem>
 #include <string>
 

@@ -8,7 +8,6 @@
 #include <numbers>
 #include <numeric>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <limits>
 #include <map>
-#include <optional>
 #include <random>
 #include <set>
 #include <span>

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstddef>
 #include <limits>
-#include <optional>
 #include <string>
 
 #include <pthread.h>

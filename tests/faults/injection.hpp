@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -14,7 +13,6 @@
 #include <string_view>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include <helix/cpu/stream.hpp>
 #include <helix/dtype.hpp>

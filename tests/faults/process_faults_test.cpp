@@ -5,7 +5,6 @@
 #include <array>
 #include <chrono>
 #include <csignal>
-#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <iterator>
@@ -13,7 +12,6 @@
 #include <random>
 #include <regex>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 

@@ -3,7 +3,6 @@
 // hold.
 #pragma once
 
-#include <algorithm>
 #include <barrier>
 #include <chrono>
 #include <cstdint>

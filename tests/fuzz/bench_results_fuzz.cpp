@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Any bytes as results of helix-bench-cuda give helix::Error, or a calibrated machine and its predictions.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <string>
 #include <string_view>
 #include <vector>
 

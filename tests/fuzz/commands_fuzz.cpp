@@ -4,9 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <variant>
-#include <vector>
 
 #include "fuzz.hpp"
 #include "serve/scheduler.hpp"

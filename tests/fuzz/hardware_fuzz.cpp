@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Any bytes as a description of a machine give helix::Error, or a machine for which step times can be
 // computed. A machine without 16-bit products is valid but cannot run the model: Error(unsupported).
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include <helix/error.hpp>
 #include <helix/plan/step_time.hpp>

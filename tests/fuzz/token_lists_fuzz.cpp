@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Any bytes as a file of prompts give helix::Error, or lists that are equal after writing and reading again.
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <string>
 #include <string_view>

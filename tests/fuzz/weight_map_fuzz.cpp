@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Any bytes as a weight index give helix::Error, or names of files in the same directory.
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "checkpoint/checkpoint.hpp"
 #include "fuzz.hpp"

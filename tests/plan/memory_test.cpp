@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layouts and memory: the rules of the baselines, and the bytes that a real ShardedKVCache takes.
-#include <functional>
 #include <string>
 #include <vector>
 

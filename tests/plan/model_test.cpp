@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The planner's models: parameters as in the checkpoints, KV bytes as in the paper, invalid sizes.
-#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <string>

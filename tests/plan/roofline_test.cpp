@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Appendix A and figure 3 of the paper, reproduced to the last digit.
 #include <cmath>
-#include <vector>
 
 #include <helix/hop_b_model.hpp>
 #include <helix/plan/hardware.hpp>

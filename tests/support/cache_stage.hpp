@@ -2,15 +2,12 @@
 // The caches of a whole stage in one thread, filled with tokens whose elements are all known.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
