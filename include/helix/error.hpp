@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one exception type of the library, and the check that throws it.
+// The one exception type of the library, and the checks that throw it.
 #pragma once
 
 #include <charconv>
 #include <concepts>
+#include <cstdint>
 #include <cstdio>
 #include <initializer_list>
 #include <stdexcept>
@@ -134,3 +135,14 @@ class HELIX_API Error : public std::runtime_error {
   do {                                                             \
     if (!(condition)) throw ::helix::Error((code), {__VA_ARGS__}); \
   } while (false)
+
+namespace helix::detail {
+
+/// Throws Error(invalid_argument) if `data` is null and `count`, of rows or bytes, is not 0.
+inline void check_given(std::string_view operation, std::string_view name, const void* data,
+                        std::int64_t count) {
+  HELIX_EXPECTS(data != nullptr || count == 0, ErrorCode::invalid_argument, operation, ": ", name,
+                " is null; it must point to device memory");
+}
+
+}  // namespace helix::detail

@@ -6,7 +6,6 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 #include <type_traits>
 
 #include <helix/error.hpp>
@@ -98,14 +97,4 @@ class TensorView {
   extents_type strides_{};
 };
 
-namespace detail {
-
-/// Throws Error(invalid_argument) if `data` is null and `count`, of rows or bytes, is not 0.
-inline void check_given(std::string_view operation, std::string_view name, const void* data,
-                        std::int64_t count) {
-  HELIX_EXPECTS(data != nullptr || count == 0, ErrorCode::invalid_argument, operation, ": ", name,
-                " is null; it must point to device memory");
-}
-
-}  // namespace detail
 }  // namespace helix
