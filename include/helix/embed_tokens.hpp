@@ -18,15 +18,16 @@ namespace helix {
 /// @throws Error(invalid_argument) if the stage communicator is not the topology's, the table is not this
 /// rank's shard or not f32, f16 or bf16, or an address is missing.
 template <VocabularyBackend B>
-void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, const WeightView& table,
+void embed_tokens(B& backend, const Topology& topology, const std::int32_t* ids, const WeightView& table,
                   TensorView<typename B::Activation, 2> out, typename B::Stream stream) {
   using T = typename B::Activation;
   auto* stage = &detail::given_comm("embed_tokens", "stage", backend.comms().stage);
-  detail::check_stage_size("embed_tokens", *stage, topo.stage_size());
-  const Range shard = topo.vocab(stage->rank());
-  HELIX_EXPECTS(table.rows == shard.size() && table.cols == topo.shape().hidden, ErrorCode::invalid_argument,
-                "embed_tokens: the table is [", table.rows, ", ", table.cols,
-                "]; this rank's shard of the vocabulary is [", shard.size(), ", ", topo.shape().hidden, "]");
+  detail::check_stage_size("embed_tokens", *stage, topology.stage_size());
+  const Range shard = topology.vocab(stage->rank());
+  HELIX_EXPECTS(table.rows == shard.size() && table.cols == topology.shape().hidden,
+                ErrorCode::invalid_argument, "embed_tokens: the table is [", table.rows, ", ", table.cols,
+                "]; this rank's shard of the vocabulary is [", shard.size(), ", ", topology.shape().hidden,
+                "]");
   HELIX_EXPECTS(out.extent(1) == table.cols && out.is_contiguous(), ErrorCode::invalid_argument,
                 "embed_tokens: out is [", out.extent(0), ", ", out.extent(1), "] with strides [",
                 out.stride(0), ", ", out.stride(1), "]; give [tokens, ", table.cols, "], contiguous");

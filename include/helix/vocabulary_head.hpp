@@ -43,20 +43,21 @@ class VocabularyHead {
   /// @throws Error(invalid_argument) if the stage communicator is not the topology's, lm_head is not this
   /// rank's shard or has no address, final_norm has another shape, either is not f32, f16 or bf16, or
   /// norm_epsilon is below 0 or not finite; Error(capacity) if the memory cannot be had.
-  VocabularyHead(B& backend, const Topology& topo, WeightView final_norm, WeightView lm_head,
+  VocabularyHead(B& backend, const Topology& topology, WeightView final_norm, WeightView lm_head,
                  float norm_epsilon)
       : backend_(&backend),
         final_norm_(final_norm),
         lm_head_(lm_head),
         norm_epsilon_(norm_epsilon),
-        ranks_(checked_ranks(backend, topo)),
+        ranks_(checked_ranks(backend, topology)),
         rank_(backend.comms().stage->rank()),
-        width_(width_of(topo)),
+        width_(width_of(topology)),
         state_(backend.allocate(static_cast<std::size_t>(ranks_ + 2) * sizeof(std::int64_t))) {
-    const Range shard = topo.vocab(rank_);
-    HELIX_EXPECTS(lm_head.rows == shard.size() && lm_head.cols == topo.shape().hidden,
+    const Range shard = topology.vocab(rank_);
+    HELIX_EXPECTS(lm_head.rows == shard.size() && lm_head.cols == topology.shape().hidden,
                   ErrorCode::invalid_argument, "VocabularyHead: lm_head is [", lm_head.rows, ", ",
-                  lm_head.cols, "]; this rank's shard is [", shard.size(), ", ", topo.shape().hidden, "]");
+                  lm_head.cols, "]; this rank's shard is [", shard.size(), ", ", topology.shape().hidden,
+                  "]");
     detail::check_given("VocabularyHead", "lm_head", lm_head.data, lm_head.rows);
     HELIX_EXPECTS(final_norm.empty() || (final_norm.rows == 1 && final_norm.cols == lm_head.cols),
                   ErrorCode::invalid_argument, "VocabularyHead: final_norm is [", final_norm.rows, ", ",
@@ -66,8 +67,8 @@ class VocabularyHead {
     detail::check_epsilon("VocabularyHead", "norm_epsilon", norm_epsilon);
     // Device state: [0] the number of gathers so far, [1 ..] where each rank's ids begin.
     std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_ + 1));
-    for (int r = 0; r < ranks_; ++r) begins[static_cast<std::size_t>(r)] = topo.vocab(r).begin;
-    begins.back() = topo.shape().vocab;
+    for (int r = 0; r < ranks_; ++r) begins[static_cast<std::size_t>(r)] = topology.vocab(r).begin;
+    begins.back() = topology.shape().vocab;
     typename B::Stream stream = backend.create_stream();
     backend.upload(state_.data() + sizeof(std::int64_t), begins.data(), begins.size() * sizeof(std::int64_t),
                    stream);
@@ -80,10 +81,10 @@ class VocabularyHead {
 
   /// Bytes that logits() needs for up to `rows` rows, at an address that is a multiple of 16.
   /// @throws Error(invalid_argument) unless rows is in [0, kMaxStepTokens].
-  static std::size_t workspace_bytes(const Topology& topo, std::int64_t rows) {
+  static std::size_t workspace_bytes(const Topology& topology, std::int64_t rows) {
     detail::check_num_rows(rows);
     WorkspaceArena measure;
-    carve(topo.stage_size(), width_of(topo), topo.shape().hidden, rows, measure);
+    carve(topology.stage_size(), width_of(topology), topology.shape().hidden, rows, measure);
     return measure.used_bytes();
   }
 
@@ -97,7 +98,7 @@ class VocabularyHead {
   /// the others get Error(timeout).
   /// @throws Error(invalid_argument) unless num_rows is in [0, kMaxStepTokens], or if with rows hidden is not
   /// M wide with a last stride of 1, an address is missing or the workspace's is not a multiple of 16;
-  /// Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
+  /// Error(capacity) if `workspace` is smaller than workspace_bytes(topology, num_rows).
   Logits logits(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
                 std::int64_t num_rows, std::span<std::byte> workspace, typename B::Stream stream) {
     const Shard shard = multiply(hidden, rows, num_rows, workspace, stream);
@@ -219,11 +220,11 @@ class VocabularyHead {
     TensorView<T, 2> logits;  // [rows, width]; a shard may be narrower: the rest is not read
   };
 
-  static int checked_ranks(B& backend, const Topology& topo) {
+  static int checked_ranks(B& backend, const Topology& topology) {
     detail::check_stage_size("VocabularyHead",
                              detail::given_comm("VocabularyHead", "stage", backend.comms().stage),
-                             topo.stage_size());
-    return topo.stage_size();
+                             topology.stage_size());
+    return topology.stage_size();
   }
 
   void check_logits(std::string_view operation, const Logits& logits) const {
@@ -237,8 +238,8 @@ class VocabularyHead {
 
   /// Columns of a message's rows: as the widest shard has, up to a multiple of 16 bytes, for products and
   /// loads of whole vectors.
-  static std::int64_t width_of(const Topology& topo) {
-    return round_up(topo.vocab(0).size(), static_cast<std::int64_t>(16 / sizeof(T)));
+  static std::int64_t width_of(const Topology& topology) {
+    return round_up(topology.vocab(0).size(), static_cast<std::int64_t>(16 / sizeof(T)));
   }
 
   static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
