@@ -60,41 +60,48 @@ float group_score(std::span<const float> scores, RouterScoring scoring) {
   return first + second;
 }
 
+/// Scores of all experts of one token.
+void score_experts(const float* logits, RouterScoring scoring, std::span<float> scores) {
+  if (scoring == RouterScoring::softmax) {
+    const float max = *std::max_element(logits, logits + scores.size());
+    float sum = 0.0f;
+    for (std::size_t e = 0; e < scores.size(); ++e) sum += scores[e] = std::exp(logits[e] - max);
+    for (float& score : scores) score /= sum;
+  } else {
+    for (std::size_t e = 0; e < scores.size(); ++e) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+  }
+}
+
+/// Masks the experts of all groups but the args.groups_kept best ones.
+void mask_groups(const RouteArgs& args, std::span<float> choice) {
+  if (args.groups_kept == args.num_groups) return;
+  const std::size_t width = choice.size() / static_cast<std::size_t>(args.num_groups);
+  std::array<float, kMaxExperts> group_storage;
+  std::array<bool, kMaxExperts> kept{};
+  const std::span<float> groups(group_storage.data(), static_cast<std::size_t>(args.num_groups));
+  for (std::size_t g = 0; g < groups.size(); ++g)
+    groups[g] = selectable(group_score(choice.subspan(g * width, width), args.scoring));
+  std::array<std::int32_t, kMaxExperts> best;
+  take_best(groups, args.groups_kept, best.data());
+  for (std::int64_t i = 0; i < args.groups_kept; ++i)
+    kept[static_cast<std::size_t>(best[static_cast<std::size_t>(i)])] = true;
+  for (std::size_t e = 0; e < choice.size(); ++e) {
+    if (!kept[e / width]) choice[e] = kMasked;
+  }
+}
+
 void route_token(const RouteArgs& args, std::int64_t token) {
   const auto experts = static_cast<std::size_t>(args.logits.extent(1));
   const std::int64_t top_k = args.experts.extent(1);
-  const float* logits = &args.logits(token, 0);
   std::array<float, kMaxExperts> score_storage;
   std::array<float, kMaxExperts> choice_storage;
   const std::span<float> scores(score_storage.data(), experts);
   const std::span<float> choice(choice_storage.data(), experts);  // what the selection sees
-
-  if (args.scoring == RouterScoring::softmax) {
-    const float max = *std::max_element(logits, logits + experts);
-    float sum = 0.0f;
-    for (std::size_t e = 0; e < experts; ++e) sum += scores[e] = std::exp(logits[e] - max);
-    for (float& score : scores) score /= sum;
-  } else {
-    for (std::size_t e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
-  }
+  score_experts(&args.logits(token, 0), args.scoring, scores);
   for (std::size_t e = 0; e < experts; ++e)
     choice[e] = selectable(scores[e] + (args.bias != nullptr ? args.bias[e] : 0.0f));
+  mask_groups(args, choice);
 
-  if (args.groups_kept < args.num_groups) {
-    const std::size_t width = experts / static_cast<std::size_t>(args.num_groups);
-    std::array<float, kMaxExperts> group_storage;
-    std::array<bool, kMaxExperts> kept{};
-    const std::span<float> groups(group_storage.data(), static_cast<std::size_t>(args.num_groups));
-    for (std::size_t g = 0; g < groups.size(); ++g)
-      groups[g] = selectable(group_score(choice.subspan(g * width, width), args.scoring));
-    std::array<std::int32_t, kMaxExperts> best;
-    take_best(groups, args.groups_kept, best.data());
-    for (std::int64_t i = 0; i < args.groups_kept; ++i)
-      kept[static_cast<std::size_t>(best[static_cast<std::size_t>(i)])] = true;
-    for (std::size_t e = 0; e < experts; ++e) {
-      if (!kept[e / width]) choice[e] = kMasked;
-    }
-  }
   std::int32_t* chosen = &args.experts(token, 0);
   float* weights = &args.weights(token, 0);
   take_best(choice, top_k, chosen);
