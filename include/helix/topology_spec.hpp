@@ -14,10 +14,10 @@ struct TopologySpec {
   int pp = 1;       ///< Pipeline stages
   int dp = 1;       ///< Data-parallel replicas of the whole pipeline
   int attn_dp = 1;  ///< Data-parallel attention inside a stage; must be 1 until it is built
-  bool allow_kv_duplication =
-      false;  ///< Legalises TPA > Hkv with TPA % Hkv == 0 (each KV head stored TPA/Hkv times)
-  bool allow_uneven_ffn =
-      false;  ///< Legalises FFN sizes that the group does not divide (parts differ by one)
+  /// Legalises TPA > Hkv with TPA % Hkv == 0 (each KV head stored TPA/Hkv times).
+  bool allow_kv_duplication = false;
+  /// Legalises FFN sizes that the group does not divide (parts differ by one).
+  bool allow_uneven_ffn = false;
 };
 
 }  // namespace helix

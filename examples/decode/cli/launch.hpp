@@ -58,8 +58,8 @@ struct LaunchOptions {
   Frontend* client = nullptr;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< Longest wait for another rank.
   Device device = Device::cpu;
-  DType activation =
-      DType::f32;  ///< f32, f16 or bf16; on the CPU, which has no f16, the input type of products.
+  /// f32, f16 or bf16; on the CPU, which has no f16, the input type of products.
+  DType activation = DType::f32;
   GpuPlacement placement = GpuPlacement::automatic;
   PeerMemory peer_memory = PeerMemory::automatic;
   int gpu = 0;                   ///< GPU that ranks share, and for which memory is planned.

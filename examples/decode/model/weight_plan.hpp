@@ -127,8 +127,8 @@ struct WeightPlan {
   bool has_tied_head = false;         ///< The LM head is the embedding.
   Range combined_heads;               ///< Heads of this rank's W_UV; with expand_v, W_UV is a part of it.
   std::vector<WeightTarget> targets;  ///< Targets in loading order.
-  std::vector<std::int64_t>
-      buffer_bytes;  ///< Sizes of the buffers: one per layer, and a last one for the rest.
+  /// Sizes of the buffers: one per layer, and a last one for the rest.
+  std::vector<std::int64_t> buffer_bytes;
   Fp8BlockConfig fp8_blocks;
 
   /// Total bytes of the buffers.

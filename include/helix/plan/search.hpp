@@ -57,8 +57,8 @@ struct SearchResult {
   std::vector<std::size_t> frontier{};  ///< Indices of candidates, by tokens/s/user, the slowest first
   std::optional<std::size_t> best{};    ///< Index of a candidate, by the objective
   SearchCounts counts{};
-  Bytes
-      least_memory{};  ///< Memory of the fullest rank of the configuration that needs the least; for messages
+  /// Memory of the fullest rank of the configuration that needs the least; for messages.
+  Bytes least_memory{};
 };
 
 /// Evaluates the whole space. `workload.batch` is replaced by each batch.

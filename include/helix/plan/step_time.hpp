@@ -115,8 +115,8 @@ struct StepTotals {
 /// A step and the operators that it is made of.
 struct StepReport {
   StepTotals totals{};
-  std::vector<OperatorTime>
-      operators{};  ///< Operators in order; dense before MoE layers, full before windowed
+  /// Operators in order; dense before MoE layers, full before windowed.
+  std::vector<OperatorTime> operators{};
 };
 
 /// The step-time model of one model on one machine.
