@@ -48,6 +48,7 @@ struct Attention {
   bool follows_prepare = false;  ///< See PartialAttentionArgs::follows_prepare.
 };
 
+/// Arguments of partial_attention() for `batch`, a slice of the step, into `target`.
 template <LayerBackend B>
 PartialAttentionArgs<typename B::Activation> partial_args(
     const AttentionBlockArgs<B>& args, const Attention<typename B::Activation>& attention, const Batch& batch,

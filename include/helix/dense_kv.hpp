@@ -21,6 +21,7 @@ inline void* behind(void* pool, std::int64_t elements, DType dtype) {
   return static_cast<std::byte*>(pool) + size_product(elements, static_cast<std::int64_t>(size_bytes(dtype)));
 }
 
+/// Throws Error(invalid_argument) unless the pool has the layer.
 inline void check_layer_of_pool(std::int64_t layer, std::int64_t num_layers) {
   HELIX_EXPECTS(num_layers <= kMaxCount && layer >= 0 && layer < num_layers, ErrorCode::invalid_argument,
                 "KV pool: layer is ", layer, "; the pool has ", num_layers, " layers, of at most ",

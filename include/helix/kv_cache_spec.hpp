@@ -36,6 +36,7 @@ struct KvCacheSpec {
 
 namespace detail {
 
+/// Throws Error(invalid_argument) unless the scales (called `name`) are of a form that KvCacheSpec allows.
 inline void check_scales(std::string_view name, const std::vector<float>& scales, const KvCacheSpec& spec,
                          const ModelShape& shape) {
   if (scales.empty()) return;

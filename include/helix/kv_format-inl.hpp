@@ -16,13 +16,14 @@
 namespace helix {
 namespace detail {
 
+/// Throws Error(invalid_argument) unless the size (called `name`) is in [1, most].
 inline void check_kv_size(std::string_view operation, std::string_view name, std::int64_t value,
                           std::int64_t most) {
   HELIX_EXPECTS(value >= 1 && value <= most, ErrorCode::invalid_argument, operation, ": the KV view's ", name,
                 " is ", value, "; it must be in [1, ", most, "]: was the field forgotten?");
 }
 
-/// Checks a pointer to elements of `bytes` bytes.
+/// Throws Error(invalid_argument) unless the pointer is given and aligned to elements of `bytes` bytes.
 inline void check_kv_pointer(std::string_view operation, std::string_view name, const void* pointer,
                              std::size_t bytes) {
   HELIX_EXPECTS(pointer != nullptr, ErrorCode::invalid_argument, operation, ": the KV view's ", name,

@@ -21,7 +21,8 @@
 
 namespace helix::detail {
 
-/// A slice without elements may have no address.
+/// Throws Error(invalid_argument), with `hint`, unless the weight is [rows, cols], of a type that backends
+/// multiply, and has an address. A slice without elements may have none.
 inline void expect_shape(std::string_view name, const WeightView& weight, std::int64_t rows,
                          std::int64_t cols, std::string_view hint = "") {
   HELIX_EXPECTS(weight.rows == rows && weight.cols == cols && (!weight.empty() || rows * cols == 0),
@@ -30,7 +31,8 @@ inline void expect_shape(std::string_view name, const WeightView& weight, std::i
   check_weight_type("decode_layer", name, weight);
 }
 
-/// One that is left out has no shape either: a tensor that could not be loaded is not taken for it.
+/// Throws Error(invalid_argument) unless the weight is [1, cols] or left out. One that is left out has no
+/// shape either, so that a tensor that could not be loaded is not taken for it.
 inline void expect_shape_if_given(std::string_view name, const WeightView& weight, std::int64_t cols) {
   HELIX_EXPECTS(!weight.empty() || weight.rows == 0 || weight.cols == 0, ErrorCode::invalid_argument,
                 "decode_layer: ", name, " is [", weight.rows, ", ", weight.cols,
@@ -38,16 +40,19 @@ inline void expect_shape_if_given(std::string_view name, const WeightView& weigh
   if (!weight.empty()) expect_shape(name, weight, 1, cols);
 }
 
-/// Biases that follow an all-reduce over N would be summed N times.
+/// Throws Error(invalid_argument) unless the bias is [1, cols], on stage_rank 0 alone, or left out. It is
+/// added before an all-reduce over N, which would sum it N times.
 inline void expect_once(std::string_view name, const WeightView& bias, std::int64_t cols, int stage_rank) {
   expect_shape_if_given(name, bias, cols);
   HELIX_EXPECTS(bias.empty() || stage_rank == 0, ErrorCode::invalid_argument, "decode_layer: stage_rank ",
                 stage_rank, " holds ", name, "; only stage_rank 0 may, or the all-reduce adds it N times");
 }
 
+/// The usual mistake where the output projection has another shape (invariant 1).
 inline constexpr std::string_view kOutputHint =
     " (the columns of Topology::combined_heads, not of stage_rank)";
 
+/// Throws Error(invalid_argument) unless the weights of grouped-query attention fit this rank.
 inline void check_attention(const RankShape& shape, const LayerConfig& config, const GqaWeights& weights) {
   const std::int64_t qkv_rows = shape.qkv_columns();
   expect_shape("qkv", weights.qkv, qkv_rows, shape.hidden);
@@ -60,6 +65,7 @@ inline void check_attention(const RankShape& shape, const LayerConfig& config, c
   check_rope("decode_layer", config.rope, shape.head_dim);
 }
 
+/// Throws Error(invalid_argument) unless the weights of latent attention and its config fit this rank.
 inline void check_attention(const RankShape& shape, const LayerConfig& config, const MlaWeights& weights) {
   const MlaShape& mla = *shape.mla;
   const std::int64_t heads = shape.query_heads;
@@ -102,6 +108,7 @@ inline void check_attention(const RankShape& shape, const LayerConfig& config, c
                 config.mla_prefill.max_tokens, "; it must be in [0, ", kMaxPageTokens, "]");
 }
 
+/// Throws Error(invalid_argument) unless the weights are a slice of `part` of the FFN's columns.
 inline void check_dense(std::string_view name, const DenseFfnWeights& weights, std::int64_t part,
                         std::int64_t hidden, int stage_rank) {
   expect_shape(name, weights.gate_up, 2 * part, hidden, " (gate_up)");
@@ -110,10 +117,12 @@ inline void check_dense(std::string_view name, const DenseFfnWeights& weights, s
   expect_once("down_bias", weights.down_bias, hidden, stage_rank);
 }
 
+/// Throws Error(invalid_argument) unless the weights are this rank's slice of a dense FFN.
 inline void check_ffn(const RankShape& shape, const LayerConfig&, const DenseFfnWeights& weights) {
   check_dense("the FFN", weights, shape.ffn, shape.hidden, shape.stage_rank);
 }
 
+/// Throws Error(invalid_argument) unless the weights are this rank's experts and the router fits them.
 inline void check_ffn(const RankShape& shape, const LayerConfig& config, const MoeWeights& weights) {
   const RouterConfig& router = config.router;
   HELIX_EXPECTS(shape.num_experts > 0, ErrorCode::invalid_argument,
@@ -147,6 +156,7 @@ inline void check_ffn(const RankShape& shape, const LayerConfig& config, const M
     check_dense("the shared expert", weights.shared, shared, shape.hidden, shape.stage_rank);
 }
 
+/// Throws Error(invalid_argument) unless all weights of the layer, and its config, fit this rank.
 inline void check_layer_weights(const RankShape& shape, const LayerConfig& config,
                                 const LayerWeights& weights) {
   check_scores("decode_layer", "softmax_scale", config.softmax_scale, config.window, config.soft_cap);
@@ -160,7 +170,7 @@ inline void check_layer_weights(const RankShape& shape, const LayerConfig& confi
   std::visit([&](const auto& ffn) { check_ffn(shape, config, ffn); }, weights.ffn);
 }
 
-/// The backend's communicators are those of this rank of the topology.
+/// Throws Error(invalid_argument) unless the communicators are those of the rank that the shape is of.
 template <class Comms>
 void check_layer_groups(const Comms& comms, const RankShape& shape) {
   given_comm("decode_layer", "stage", comms.stage);
@@ -175,7 +185,8 @@ void check_layer_groups(const Comms& comms, const RankShape& shape) {
                 " of ", shape.kvp, ": make it with split_kvp()");
 }
 
-/// Heads divide as Topology::rank_shape() divides them, and no width is negative.
+/// Throws Error(invalid_argument) unless heads divide as Topology::rank_shape() divides them and no width is
+/// negative.
 inline void check_rank_shape(const RankShape& shape) {
   HELIX_EXPECTS(shape.kv_heads >= 1 && shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0 &&
                     shape.combined_heads * shape.kvp == shape.query_heads,
@@ -190,7 +201,7 @@ inline void check_rank_shape(const RankShape& shape) {
                 "; none may be below 0");
 }
 
-/// Memory that a layer writes must not overlap.
+/// Throws Error(invalid_argument) if `x` and `y`, which a layer writes, overlap.
 inline void check_apart(std::string_view name, std::span<const std::byte> x, std::string_view of,
                         std::span<const std::byte> y) {
   const std::less<const std::byte*> before;
@@ -201,7 +212,8 @@ inline void check_apart(std::string_view name, std::span<const std::byte> x, std
                 " overlap; a layer writes both: keep them apart");
 }
 
-/// The tensors of a call and its workspace: given, of the right shape, and apart.
+/// Throws Error(invalid_argument) unless the tensors of a call and its workspace are given, of the right
+/// shape, and apart.
 template <class T, class Options>
 void check_layer_tensors(const RankShape& shape, const Batch& batch, const TensorView<T, 2>& hidden,
                          const Options& options) {
@@ -234,7 +246,7 @@ void check_layer_tensors(const RankShape& shape, const Batch& batch, const Tenso
   expect_shape_if_given("next_norm", options.next_norm, shape.hidden);
 }
 
-/// The cache holds this rank's heads and its share of the tokens.
+/// Throws Error(invalid_argument) unless the cache holds this rank's heads and its share of the tokens.
 inline void check_layer_cache(const RankShape& shape, const KvView& kv) {
   check_kv_view("decode_layer", kv);
   const KvFormat& format = kv.format;
@@ -247,7 +259,7 @@ inline void check_layer_cache(const RankShape& shape, const KvView& kv) {
                 shape.value_dim, " as KVP rank ", shape.kvp_rank, " of ", shape.kvp);
 }
 
-/// HOP-B and the exchange were built for this step.
+/// Throws Error(invalid_argument) unless HOP-B and the exchange were built for this step.
 template <class Options>
 void check_layer_exchange(const RankShape& shape, const Batch& batch, const Options& options) {
   HELIX_EXPECTS(options.hop_b_slices >= 0 && options.hop_b_slices <= options.hop_b->max_slices(),

@@ -42,12 +42,14 @@ inline std::uint32_t fingerprint(const PageLedgerSpec& spec) {
   return hash;
 }
 
+/// Throws Error(invalid_argument) unless the size (called `name`) is in [smallest, largest].
 inline void expect_range(std::string_view name, std::int64_t value, std::int64_t smallest,
                          std::int64_t largest) {
   HELIX_EXPECTS(value >= smallest && value <= largest, ErrorCode::invalid_argument, "the KV cache's ", name,
                 " is ", value, "; it must be in [", smallest, ", ", largest, "]");
 }
 
+/// Throws Error(invalid_argument) unless all sizes are in range.
 inline void check_sizes(const PageLedgerSpec& spec) {
   expect_range("kvp", spec.layout.kvp(), 1, kMaxRanks);
   expect_range("chunk", spec.layout.chunk(), 1, kMaxChunk);
@@ -59,6 +61,7 @@ inline void check_sizes(const PageLedgerSpec& spec) {
   expect_range("max_tokens", spec.max_tokens, 0, kMaxTokens);
 }
 
+/// Reserves room for `size` pages, and for twice as many as before if it must, as push_back() does.
 inline void ensure_capacity(std::vector<std::int32_t>& pages, std::size_t size) {
   if (pages.capacity() < size) pages.reserve(larger(size, 2 * pages.capacity()));
 }

@@ -13,6 +13,7 @@
 namespace helix {
 namespace detail {
 
+/// Throws Error(invalid_argument) unless batch, view, q and target can be read or written and fit each other.
 template <class T>
 void check_partial_attention(const PartialAttentionArgs<T>& args) {
   check_batch("partial_attention", args.batch);

@@ -14,6 +14,8 @@
 namespace helix {
 namespace detail {
 
+/// Throws Error(invalid_argument) unless the batch is a whole step and latents, queries and norm fit the
+/// view.
 template <class T>
 void check_prepare_latent(const PrepareLatentArgs<T>& args) {
   const KvFormat& format = args.kv.format;

@@ -15,6 +15,7 @@
 namespace helix {
 namespace detail {
 
+/// Throws Error(invalid_argument) unless the batch is a whole step and q, k, v and norms fit the view.
 template <class T>
 void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
   HELIX_EXPECTS(!args.kv.format.is_latent, ErrorCode::invalid_argument,
@@ -62,6 +63,7 @@ void check_columns(std::string_view name, const TensorView<Head, 3>& heads, cons
       out.stride(0), "; its heads must be columns of out");
 }
 
+/// Throws Error(invalid_argument) unless the product gives the columns that q, k and v are.
 template <class T>
 void check_project_qkv(const ProjectQkvArgs<T>& args) {
   check_prepare_qkv(args.prepare);

@@ -155,6 +155,8 @@ inline void check_local_end(std::string_view operation, const KvView& kv, std::i
                 kv.max_pages, "; append() to the sequence before its tokens are stored or read");
 }
 
+/// Throws Error(invalid_argument) unless the rows fit the view, and those that this rank stores lie within
+/// the sequence's row of the page table.
 template <class T>
 void check_write_kv(const WriteKvArgs<T>& args) {
   const KvView& kv = args.kv;
@@ -168,7 +170,8 @@ void check_write_kv(const WriteKvArgs<T>& args) {
   if (owned.size() > 0) check_local_end("write_kv", kv, owned.end);
 }
 
-/// Checks local tokens [first_local, first_local + rows) for read_kv and read_latents.
+/// Throws Error(invalid_argument) unless local tokens [first_local, first_local + rows) lie within a row of
+/// the page table.
 inline void check_read_range(std::string_view operation, const KvView& kv, std::int64_t first_local,
                              std::int64_t rows) {
   HELIX_EXPECTS(first_local >= 0 && first_local <= kMaxTokens, ErrorCode::invalid_argument, operation,
@@ -176,6 +179,7 @@ inline void check_read_range(std::string_view operation, const KvView& kv, std::
   if (rows > 0) check_local_end(operation, kv, first_local + rows);
 }
 
+/// Throws Error(invalid_argument) unless the view has the slot and the tokens, and k and v are of its shape.
 inline void check_read_kv(const ReadKvArgs& args) {
   check_kv_view("read_kv", args.kv);
   check_kv_rows<float>("read_kv", args.kv.format, args.k, args.v);
@@ -183,6 +187,7 @@ inline void check_read_kv(const ReadKvArgs& args) {
   check_read_range("read_kv", args.kv, args.first_local, args.k.extent(0));
 }
 
+/// Throws Error(invalid_argument) unless the view is latent and has the tokens, and rows are of its width.
 template <class T>
 void check_read_latents(const ReadLatentsArgs<T>& args) {
   check_kv_view("read_latents", args.kv);

@@ -63,6 +63,7 @@ inline void check_rope(std::string_view operation, const RopeView& rope, std::in
                 rope.magnitude, "; it must be finite");
 }
 
+/// Throws Error(invalid_argument) unless the epsilon of a norm (called `name`) is finite and at least 0.
 inline void check_epsilon(std::string_view operation, std::string_view name, float epsilon) {
   HELIX_EXPECTS(is_finite(epsilon) && epsilon >= 0.0f, ErrorCode::invalid_argument, operation, ": ", name,
                 " is ", epsilon, "; it must be finite and at least 0");
