@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text through ./run.sh chat's program: chat_test.py DECODER DATA, with the packages of examples/chat."""
-import io
 import json
 import os
 import pathlib
