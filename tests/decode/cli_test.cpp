@@ -99,7 +99,7 @@ TEST_CASE("activations are bf16 where the hardware multiplies it, and as the com
   const auto emulated = short_report("--activation bf16", without);
   CHECK(emulated.at("activation") == "bf16");
   const auto tuned = short_report("--activation bf16 --tuning linear.*=plain").at("tuning");
-  CHECK(tuned.at("linear.bf16_dots.rows1") == nlohmann::json{{"way", "plain"}, {"source", "fixed"}});
+  CHECK(tuned.at("linear.bf16_dots.rows1") == nlohmann::json{{"variant", "plain"}, {"source", "fixed"}});
 }
 
 TEST_CASE("without a GPU the device is the CPU, and the report says what was chosen", "[quick]") {

@@ -248,10 +248,9 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
                  "CPU: threads per rank; 0: the machine's cores shared by its ranks")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  app.add_option(
-      "--tuning", options.tuning,
-      "CPU: which variants the kernels use, \"kernel=way,...\", instead of the fastest by measurement; the "
-      "report of --json names both");
+  app.add_option("--tuning", options.tuning,
+                 "CPU: which variants the kernels use, \"kernel=variant,...\", instead of the fastest by "
+                 "measurement; the report of --json names both");
 }
 
 /// Checks --topology, --ranks and the widths, which exclude each other.

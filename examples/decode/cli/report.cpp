@@ -130,7 +130,7 @@ void write_json(const std::filesystem::path& file, const Topology& topo, const G
   if (launch.device == Device::cpu) {
     json["tuning"] = nlohmann::ordered_json::object();
     for (const cpu::KernelTuning& kernel : cpu::tuning()) {
-      json["tuning"][kernel.kernel] = {{"way", kernel.variant}, {"source", to_string(kernel.source)}};
+      json["tuning"][kernel.kernel] = {{"variant", kernel.variant}, {"source", to_string(kernel.source)}};
     }
   }
   const GenerationTiming& t = result.timing;
