@@ -88,6 +88,16 @@ TEST_CASE("a server's standard streams may be closed or full", "[quick]") {
   CHECK(left.output == "0\n");
 }
 
+TEST_CASE("a server's threads have stacks that suffice, whatever ulimit -s says", "[quick]") {
+  const ScratchDirectory scratch;
+  write_file(scratch / "in", "{\"id\":\"a\",\"prompt\":[1],\"max_tokens\":2}\n");
+  const Run run = run_script("ulimit -s 64; $D " + kModel + "--serve --device cpu --kvp 2 < " +
+                             (scratch / "in").string());
+  INFO(run.output);
+  CHECK(run.exit_code == 0);
+  CHECK_THAT(run.output, ContainsSubstring("\"end\""));
+}
+
 TEST_CASE("messages are one line, whatever they quote", "[quick]") {
   for (const auto& [arguments, says] :
        {std::pair<std::string, std::string>{"--model \"no${N}such\" --prompt-ids 1",

@@ -2,6 +2,7 @@
 // helix-decode: runs a Llama or DeepSeek checkpoint under a Helix topology, with ranks as threads or
 // processes.
 #include <chrono>
+#include <cstddef>
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include <helix/cpu/backend.hpp>
@@ -34,6 +36,20 @@
 
 namespace helix::decode {
 namespace {
+
+/// Gives the threads that this program starts stacks of at least 2 MiB, as the library's own threads have
+/// them. A std::thread otherwise gets what `ulimit -s` says, and the one that reads requests keeps 64 KiB
+/// there.
+void ensure_stacks_of_threads() {
+  constexpr std::size_t kLeastBytes = std::size_t{2} << 20;
+  pthread_attr_t usual;
+  if (pthread_getattr_default_np(&usual) != 0) return;
+  std::size_t bytes = 0;
+  if (pthread_attr_getstacksize(&usual, &bytes) == 0 && bytes < kLeastBytes &&
+      pthread_attr_setstacksize(&usual, kLeastBytes) == 0)
+    pthread_setattr_default_np(&usual);
+  pthread_attr_destroy(&usual);
+}
 
 /// Writes to standard output; a failed write shows when the stream is flushed.
 void print(const std::string& text) {
@@ -140,6 +156,7 @@ bool asks_for_peer_memory(std::span<char* const> arguments) {
 int main(int argc, char** argv) {
   using namespace helix::decode;
   prepare_standard_streams();
+  ensure_stacks_of_threads();
   guard_mappings("helix-decode");
   helix::turn_nccl_multicast_off();
   helix::promise_nccl_one_graph_at_a_time();
