@@ -7,6 +7,7 @@ import resource
 import select
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from typing import BinaryIO, NoReturn
 
@@ -20,6 +21,7 @@ except ImportError:  # a Python that was built without libffi
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 # The last byte that a process writes says how its work ended. A process that is cut off writes none of them.
 _DONE, _FAILED, _NO_MEMORY = b"\xff", b"\xfe", b"\xfd"
+_FRAME_BYTES = 8  # of the size before each question and answer of a Worker
 
 
 class Failed(Exception):
@@ -56,7 +58,11 @@ def run(work: Callable[[], bytes], *, seconds: float, memory_mib: int, max_bytes
         except Failed as failure:
             _write(pipe, str(failure).encode(errors="surrogatepass"), _FAILED)
 
-    said, status = _do_apart(within_limits, lambda pipe: _read(pipe, deadline, max_bytes))
+    return _outcome(*_do_apart(within_limits, lambda pipe: _read(pipe, deadline, max_bytes)))
+
+
+def _outcome(said: bytearray, status: int) -> bytearray:
+    """What was said before its last byte, which decides. `status` is of a process that has ended."""
     outcome = bytes(said[-1:])
     del said[-1:]
     if outcome == _DONE:
@@ -65,7 +71,84 @@ def run(work: Callable[[], bytes], *, seconds: float, memory_mib: int, max_bytes
         raise Failed(said.decode(errors="surrogatepass"))
     if outcome == _NO_MEMORY:
         raise TooMuchMemory
-    raise Died(f"exit code {status}" if status >= 0 else signal.Signals(-status).name)
+    raise Died(_ending(status))
+
+
+def _ending(status: int) -> str:
+    return f"exit code {status}" if status >= 0 else signal.Signals(-status).name
+
+
+class Worker:
+    """A process that does the same work for one question after another, where a process for each would take too long. It
+    starts with the first question, and anew after one that went wrong."""
+
+    def __init__(self, work: Callable[[bytes], bytes], *, seconds: float, memory_mib: int, max_bytes: int) -> None:
+        self._work, self._seconds, self._memory_mib, self._max_bytes = work, seconds, memory_mib, max_bytes
+        self._end: Callable[[], int] | None = None
+
+    def ask(self, question: bytes) -> bytearray:
+        """What `work` makes of the question, within the limits. Raises what run() raises."""
+        try:
+            if self._end is None:
+                self._start()
+            return self._answer(question)
+        except Failed:
+            raise
+        except BaseException:
+            if self._end is not None:
+                self._end()
+            self._end = None
+            raise
+
+    def _start(self) -> None:
+        questions, self._questions = _pipe()
+        self._answers, answers = _pipe()
+        with questions, answers:
+            parent = os.getpid()
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until this process can end the child
+            try:
+                child = os.fork()
+                if child == 0:
+                    self._live(questions, answers, parent, mask)
+                self._end = weakref.finalize(self, _end, child, self._questions, self._answers)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _answer(self, question: bytes) -> bytearray:
+        deadline = time.monotonic() + self._seconds
+        try:
+            _write(self._questions, _framed(question))
+            size = int.from_bytes(_read_exactly(self._answers, _FRAME_BYTES, deadline), "big")
+            if size > self._max_bytes + 1:
+                raise TooLong
+            return _outcome(_read_exactly(self._answers, size, deadline), 0)
+        except (BrokenPipeError, EOFError):
+            raise Died(_ending(self._end())) from None
+
+    def _live(self, questions: BinaryIO, answers: BinaryIO, parent: int, mask: set) -> NoReturn:
+        try:
+            # Whoever waits for this program to close its end of a pipe, as the decoder does, must not wait for this process.
+            _close_all_but({questions.fileno(), answers.fileno()})
+            _be_quiet()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends an answer, and not always the program
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            _end_with(parent)
+            _limit(resource.RLIMIT_CORE, 0)
+            _limit(resource.RLIMIT_AS, _address_space() + (self._memory_mib << 20))
+            while True:
+                size = int.from_bytes(_read_exactly(questions, _FRAME_BYTES), "big")
+                _write(answers, _framed(self._said(_read_exactly(questions, size))))
+        finally:
+            os._exit(0)
+
+    def _said(self, question: bytes) -> bytes:
+        """The answer, and behind it how the work ended."""
+        try:
+            return self._work(question) + _DONE
+        except Failed as failure:
+            return str(failure).encode(errors="surrogatepass") + _FAILED
+        except MemoryError:
+            return _NO_MEMORY
 
 
 def _write(pipe: BinaryIO, *parts: bytes) -> None:
@@ -90,12 +173,45 @@ def _read(pipe: BinaryIO, deadline: float, max_bytes: int) -> bytearray:
     raise TooSlow
 
 
+def _read_exactly(pipe: BinaryIO, size: int, deadline: float | None = None) -> bytearray:
+    """`size` bytes, if they come in time. Raises EOFError if the other end closes before."""
+    said = bytearray()
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while len(said) < size:
+        if deadline is not None and not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TooSlow
+        part = pipe.read(min(size - len(said), 1 << 20))
+        if not part:
+            raise EOFError
+        said += part
+    return said
+
+
+def _framed(text: bytes) -> bytes:
+    return len(text).to_bytes(_FRAME_BYTES, "big") + text
+
+
+def _pipe() -> tuple[BinaryIO, BinaryIO]:
+    reading, writing = os.pipe()
+    return open(reading, "rb", buffering=0), open(writing, "wb", buffering=0)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    """Closes the files of this process, except for its standard streams and those."""
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - kept - {0, 1, 2}:
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass  # that of the list itself
+
+
 def _do_apart(work: Callable[[BinaryIO], None], attend: Callable[[BinaryIO], bytearray]) -> tuple[bytearray, int]:
     """Has a process do `work`, which writes into a pipe that `attend` reads. Returns what that returns, and the process's
     exit code, negative for a signal. The process is gone then, whatever `attend` raises."""
     parent = os.getpid()
-    reading, writing = os.pipe()
-    with open(reading, "rb", buffering=0) as reader, open(writing, "wb", buffering=0) as writer:
+    reader, writer = _pipe()
+    with reader, writer:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until this process can end the child
         try:
             child = os.fork()
@@ -157,8 +273,10 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _end(child: int) -> int:
-    """Ends a process, if it has not ended. Returns its exit code, negative for a signal."""
+def _end(child: int, *pipes: BinaryIO) -> int:
+    """Ends a process, if it has not ended, and closes what leads to it. Returns its exit code, negative for a signal."""
+    for pipe in pipes:
+        pipe.close()
     try:
         os.kill(child, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import apart
 from template import TemplateError, render
@@ -15,6 +15,8 @@ _MAX_TOKENIZER_BYTES = 128_000_000  # three times the largest that is known
 _MAX_ENCODE_SECONDS = 60.0  # a million tokens take seconds
 _MAX_ENCODE_MEMORY_MIB = 4096  # a million tokens take 1 GB
 _MAX_IDS_BYTES = 100_000_000  # some 12 million tokens
+_DECODE_LIMITS = {"seconds": 10.0, "memory_mib": 1024, "max_bytes": 4_000_000}  # for the few tokens of a character
+_NO_TEXT = "the tokenizer cannot give the text of tokens"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -39,6 +41,8 @@ class TextModel:
         self._config = _read_json(checkpoint / "tokenizer_config.json")
         self._special_tokens = _read_json(checkpoint / "special_tokens_map.json")
         self._template_file, self._template = self._find_template(checkpoint)
+        # Decoders of strangers may multiply a text too.
+        self._decoder = apart.Worker(self._decode_apart, **_DECODE_LIMITS)
 
     @property
     def has_template(self) -> bool:
@@ -80,7 +84,16 @@ class TextModel:
         return self._ids(text, add_special_tokens=False)
 
     def stream(self, keep_special: bool) -> "TextStream":
-        return TextStream(self._tokenizer, keep_special)
+        return TextStream(lambda ids: self._text(ids, keep_special))
+
+    def _text(self, ids: list[int], keep_special: bool) -> str:
+        with _endings_told(_NO_TEXT, "see its decoder", **_DECODE_LIMITS):
+            return self._decoder.ask(json.dumps([ids, keep_special]).encode()).decode()
+
+    def _decode_apart(self, question: bytes) -> bytes:
+        ids, keep_special = json.loads(question)
+        with _errors_of_tokenizers(_NO_TEXT, apart.Failed):
+            return self._tokenizer.decode(ids, skip_special_tokens=not keep_special).encode()
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -90,35 +103,13 @@ class TextModel:
         where = "the tokenizer cannot take the text"
 
         def encode() -> bytes:  # normalizers of strangers may multiply a text, or search it without end
-            try:
-                with _errors_of_tokenizers(where):
-                    ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            except TextError as error:
-                raise apart.Failed(str(error)) from None
+            with _errors_of_tokenizers(where, apart.Failed):
+                ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return json.dumps(ids).encode()
 
-        try:
-            return json.loads(
-                apart.run(
-                    encode,
-                    seconds=_MAX_ENCODE_SECONDS,
-                    memory_mib=_MAX_ENCODE_MEMORY_MIB,
-                    max_bytes=_MAX_IDS_BYTES,
-                )
-            )
-        except OSError as error:
-            raise TextError(f"{where}: no process can be started for it: {error.strerror}") from None
-        except apart.Failed as failure:
-            raise TextError(str(failure)) from None
-        except apart.TooSlow:
-            raise TextError(f"{where} within {_MAX_ENCODE_SECONDS:g} s; see its normalizer and patterns") from None
-        except apart.TooLong:
-            raise TextError(f"{where}: its ids take more than {_MAX_IDS_BYTES} bytes") from None
-        except (apart.TooMuchMemory, apart.Died) as ending:  # Rust ends a process that gets no memory
-            how = f" (its process ended with {ending})" if isinstance(ending, apart.Died) else ""
-            raise TextError(
-                f"{where} with {_MAX_ENCODE_MEMORY_MIB} MiB of memory{how}; see its normalizer, or give a shorter text"
-            ) from None
+        limits = {"seconds": _MAX_ENCODE_SECONDS, "memory_mib": _MAX_ENCODE_MEMORY_MIB, "max_bytes": _MAX_IDS_BYTES}
+        with _endings_told(where, "see its normalizer and patterns, or give a shorter text", **limits):
+            return json.loads(apart.run(encode, **limits))
 
     def _find_special(self, name: str) -> tuple[str, object]:
         """The file that names a special token, and what it says; special_tokens_map.json counts where the other is silent."""
@@ -168,9 +159,8 @@ def _content(token: object) -> object:
 class TextStream:
     """Text of tokens that come one by one; a character of several tokens comes with its last."""
 
-    def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = not keep_special
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
         # Ids of the part told last, which the next ids are decoded with, and ids that came since.
         self._ids: list[int] = []
         self._num_told = 0
@@ -191,24 +181,41 @@ class TextStream:
         return text
 
     def _untold(self) -> str:
-        told = self._decode(self._ids[: self._num_told])
+        if not self._ids:
+            return ""
+        told = self._decode(self._ids[: self._num_told]) if self._num_told > 0 else ""
         text = self._decode(self._ids)
         # An invalid byte makes the preceding byte tokens invalid too.
         return text[len(told) :] if text.startswith(told) else self._decode(self._ids[self._num_told :])
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
-
 
 @contextlib.contextmanager
-def _errors_of_tokenizers(where: str) -> Iterator[None]:
-    """Says in a TextError what the library raises."""
+def _errors_of_tokenizers(where: str, kind: type[Exception] = TextError) -> Iterator[None]:
+    """Says in an error of this kind what the library raises."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of its Rust code is not an Exception
-        raise TextError(f"{where}: {error}") from None
+        raise kind(f"{where}: {error}") from None
+
+
+@contextlib.contextmanager
+def _endings_told(where: str, remedy: str, *, seconds: float, memory_mib: int, max_bytes: int) -> Iterator[None]:
+    """Says in a TextError how work apart has ended that was not done within these limits."""
+    try:
+        yield
+    except OSError as error:
+        raise TextError(f"{where}: no process can be started for it: {error.strerror}") from None
+    except apart.Failed as failure:
+        raise TextError(str(failure)) from None
+    except apart.TooSlow:
+        raise TextError(f"{where} within {seconds:g} s; {remedy}") from None
+    except apart.TooLong:
+        raise TextError(f"{where}: the result has more than {max_bytes} bytes; {remedy}") from None
+    except (apart.TooMuchMemory, apart.Died) as ending:  # Rust ends a process that gets no memory
+        how = f" (its process ended with {ending})" if isinstance(ending, apart.Died) else ""
+        raise TextError(f"{where} with {memory_mib} MiB of memory{how}; {remedy}") from None
 
 
 def _refuse_lfs_pointer(file: pathlib.Path) -> None:

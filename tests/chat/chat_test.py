@@ -248,7 +248,7 @@ class TextModels(unittest.TestCase):
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
-        stream = TextStream(tokenizer, keep_special=True)
+        stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
         self.assertEqual([stream.add(token) for token in (4, 0, 1, 2)], ["a", "", "", "\u6708"])
         parts = [stream.add(token) for token in (3, 4, 4)]
         self.assertEqual("".join(parts), "\ufffd a a")
@@ -528,6 +528,28 @@ class HostileFiles(unittest.TestCase):
             with unittest.mock.patch("text._MAX_ENCODE_SECONDS", 0.2):
                 with self.assertRaisesRegex(TextError, "the tokenizer cannot take the text within 0.2 s"):
                     model.encode("aaaa")
+
+    def test_a_decoder_that_multiplies_the_text_is_one_error(self) -> None:
+        usual = tokenizer_of()["decoder"]
+        multiply = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 24}
+        mark = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 60 + "!"}
+        long = {"type": "Replace", "pattern": {"String": "a"}, "content": ("a" * 14 + "!") * 100_000}
+        search = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+        cannot = "the tokenizer cannot give the text of tokens"
+        with tempfile.TemporaryDirectory() as folder:
+            for more, changed, words in (
+                ([multiply] * 6, {"memory_mib": 256}, f"{cannot} with 256 MiB of memory"),
+                ([long, search], {"seconds": 1.0}, f"{cannot} within 1 s; see its decoder"),
+                ([multiply] * 4, {"max_bytes": 1000}, f"{cannot}: the result has more than 1000 bytes"),
+                ([mark, search], {}, f"{cannot}: .*retry-limit"),
+            ):
+                with self.subTest(words=words), unittest.mock.patch.dict("text._DECODE_LIMITS", changed):
+                    model = write_model(folder, tokenizer_of(decoder={"type": "Sequence", "decoders": [usual, *more]}))
+                    letter, other = model.encode("a")[-1], model.encode("!")[-1]
+                    self.assertEqual(model.stream(keep_special=False).add(other), "!")
+                    with self.assertRaisesRegex(TextError, words):
+                        model.stream(keep_special=False).add(letter)
+                    self.assertEqual(model.stream(keep_special=False).add(other), "!")
 
     def test_a_tokenizer_without_end_is_refused_unread(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
