@@ -840,6 +840,19 @@ TEST_CASE("files that wait or claim absurd sizes are refused") {
     CHECK(run.exit_code == 1);
     CHECK_THAT(run.output, ContainsSubstring(says));
   }
+  // Each case that is predicted is left out of its own calibration.
+  std::string many;
+  for (int i = 1; i <= 13'000; ++i) {
+    const std::string number = std::to_string(i);
+    many += std::string(many.empty() ? "" : ",") + R"({"name":"exchange/kvp:2/heads:128/dim:128/tokens:)" +
+            number + R"(","us":20,"bytes":)" + number + "e5}";
+  }
+  write_file(scratch / "many.json", R"({"benchmarks":[)" + many + "]}");
+  const Run run = run_plan("--check " + (scratch / "many.json").string());
+  CHECK(run.exit_code == 1);
+  CHECK_THAT(run.output,
+             ContainsSubstring("many.json: its case 'exchange/kvp:2/heads:128/dim:128/tokens:2001' "
+                               "is one of more than 2000; give the results"));
 }
 
 }  // namespace
