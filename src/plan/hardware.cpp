@@ -2,6 +2,7 @@
 // BandwidthCurve, and the checks of Hardware.
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include <helix/error.hpp>
 #include <helix/plan/hardware.hpp>
@@ -70,13 +71,12 @@ BandwidthCurve::BandwidthCurve(std::vector<Point> points) : points_(std::move(po
 
 Time BandwidthCurve::interpolated(Bytes size) const {
   if (size <= points_.front().size) return size / points_.front().bandwidth;
-  for (std::size_t i = 1; i < points_.size(); ++i) {
-    if (size > points_[i].size) continue;
-    const Time begin = points_[i - 1].size / points_[i - 1].bandwidth;
-    const Time end = points_[i].size / points_[i].bandwidth;
-    return begin + (end - begin) * ((size - points_[i - 1].size) / (points_[i].size - points_[i - 1].size));
-  }
-  return size / points_.back().bandwidth;
+  if (size > points_.back().size) return size / points_.back().bandwidth;
+  const auto next = std::ranges::lower_bound(points_, size, {}, &Point::size);
+  const Point& from = *std::prev(next);
+  const Time begin = from.size / from.bandwidth;
+  const Time end = next->size / next->bandwidth;
+  return begin + (end - begin) * ((size - from.size) / (next->size - from.size));
 }
 
 FlopRate Hardware::peak(double bits) const {

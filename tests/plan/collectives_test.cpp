@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hardware and collectives: formulas computed by hand, the choice of the algorithm, monotonicity, and invalid
 // machines.
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -156,6 +157,25 @@ TEST_CASE("what was not measured takes no less than the largest group inside a d
     CHECK(us(half, {8, 1}, 1000) == 5);
     CHECK(us(half, {8, 8}, 1000) < 6);
   }
+}
+
+TEST_CASE("thousands of measured groups cost milliseconds, not their number squared or cubed") {
+  Hardware model = two_levels();
+  model.nvlink_domain = 4096;
+  Hardware hardware = model;
+  constexpr int kMostRanks = 2000;
+  for (int ranks = kMostRanks; ranks >= 2; --ranks) {
+    for (const Collective collective : {Collective::all_gather, Collective::all_reduce})
+      hardware.measured.push_back({collective, ranks, {{bytes(1), microseconds(ranks)}}});
+  }
+  const Bytes size = bytes(1e6);
+  const auto modelled = [&](Bytes asked) {
+    return in_microseconds(collective_time(model, Collective::all_gather, {kMostRanks, 1}, asked).time);
+  };
+  const auto start = std::chrono::steady_clock::now();
+  const CollectiveTime time = collective_time(hardware, Collective::all_gather, {kMostRanks, 1}, size);
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
+  CHECK(in_microseconds(time.time) == Approx(kMostRanks + modelled(size) - modelled(bytes(1))));
 }
 
 TEST_CASE("on H200s no collective is faster over more GPUs, and two take what was measured") {
