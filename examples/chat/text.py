@@ -33,7 +33,7 @@ class TextModel:
             raise TextError(f"{file}: missing; text needs a checkpoint with its tokenizer, token ids go to ./run.sh decode")
         _refuse_lfs_pointer(file)
         _refuse_large(file, _MAX_TOKENIZER_BYTES)
-        with _errors_of_tokenizers(str(file)):
+        with _without_standard_error(), _errors_of_tokenizers(str(file)):
             self._tokenizer = Tokenizer.from_file(str(file))
         # The file may still have the truncation used in training, but a prompt must stay whole.
         self._tokenizer.no_truncation()
@@ -187,6 +187,20 @@ class TextStream:
         text = self._decode(self._ids)
         # An invalid byte makes the preceding byte tokens invalid too.
         return text[len(told) :] if text.startswith(told) else self._decode(self._ids[self._num_told :])
+
+
+@contextlib.contextmanager
+def _without_standard_error() -> Iterator[None]:
+    """Has what is written to the process's standard error go nowhere: a panic of Rust code prints itself and a backtrace."""
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @contextlib.contextmanager

@@ -551,6 +551,14 @@ class HostileFiles(unittest.TestCase):
                         model.stream(keep_special=False).add(letter)
                     self.assertEqual(model.stream(keep_special=False).add(other), "!")
 
+    def test_a_panic_of_the_tokenizer_is_one_line(self) -> None:
+        normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "tokenizer.json").write_text(json.dumps(tokenizer_of(normalizer=normalizer)))
+            answer = run("--model", folder, "hi")
+            self.assertEqual((answer.returncode, answer.stdout), (1, ""))
+            self.assertRegex(answer.stderr, r"\Achat: .*tokenizer.json: Precompiled: .*\n\Z")
+
     def test_a_tokenizer_without_end_is_refused_unread(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             with (pathlib.Path(folder) / "tokenizer.json").open("wb") as file:
