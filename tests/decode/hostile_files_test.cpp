@@ -329,6 +329,24 @@ TEST_CASE("what is no regular file is refused at once by every reader", "[quick]
   }
 }
 
+TEST_CASE("a file for which there is no descriptor says which limit to raise", "[quick]") {
+  const ScratchDirectory directory;
+  directory.write("shard", "{}");
+  const std::string path = (directory.path() / "shard").string();
+  rlimit usual{};
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &usual) == 0);
+  const rlimit none{0, usual.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &none) == 0);
+  std::string says;
+  try {
+    read_text(path);
+  } catch (const Error& error) {
+    says = error.what();
+  }
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &usual) == 0);
+  CHECK(says == path + ": cannot open: Too many open files; raise the limit (ulimit -n)");
+}
+
 TEST_CASE("a weight file that shrinks while it is loaded is an Error", "[quick]") {
   const ModelOnDisk model(llama());
   model.align(0);

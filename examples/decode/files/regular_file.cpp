@@ -28,7 +28,9 @@ const char* kind_of(mode_t mode) {
 RegularFile::RegularFile(const std::filesystem::path& path) : path_(path.string()) {
   // O_NONBLOCK keeps open() from waiting for the writer of a FIFO. It has no effect on regular files.
   descriptor_ = ::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-  HELIX_EXPECTS(descriptor_ >= 0, ErrorCode::io, path_, ": cannot open: ", std::strerror(errno));
+  // A checkpoint keeps its shards open, hundreds in large ones.
+  HELIX_EXPECTS(descriptor_ >= 0, ErrorCode::io, path_, ": cannot open: ", std::strerror(errno),
+                errno == EMFILE ? "; raise the limit (ulimit -n)" : "");
   struct stat status = {};
   const bool has_status = ::fstat(descriptor_, &status) == 0;
   if (!has_status || !S_ISREG(status.st_mode)) {
