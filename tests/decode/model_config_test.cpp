@@ -531,8 +531,8 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
        "model_type is 'gpt2'; supported are llama, mistral, ministral, qwen2, qwen3, deepseek_v2"},
       {llama(), {{"hidden_act", "gelu"}}, "hidden_act is 'gelu'; supported is silu"},
       {llama(),
-       {{"rope_scaling", {{"type", "dynamic"}, {"factor", 2}}}},
-       "type is 'dynamic'; supported are default, linear"},
+       {{"rope_scaling", {{"type", "longrope"}, {"factor", 2}}}},
+       "type is 'longrope'; supported are default, linear, dynamic, llama3, yarn"},
       {llama(),
        {{"rope_scaling", {{"rope_type", "proportional"}, {"partial_rotary_factor", 0.5}}}},
        "rope_type is 'proportional'"},
@@ -644,6 +644,27 @@ TEST_CASE("standard and linear frequencies equal the double-precision formula") 
   CHECK(parse(config).rope.magnitude() == 1.0f);
 }
 
+TEST_CASE("dynamic frequencies are the standard ones, and max_position_embeddings stays the limit") {
+  json config = llama();
+  config["head_dim"] = 128;
+  config["rope_theta"] = 500000.0;
+  const ModelConfig standard = parse(config);
+  const json scaling = {{"rope_type", "dynamic"}, {"factor", 4.0}};
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    CAPTURE(key);
+    json dynamic = config;
+    dynamic[key] = scaling;
+    const ModelConfig parsed = parse(dynamic);
+    CHECK(parsed.rope.inverse_frequencies() == standard.rope.inverse_frequencies());
+    CHECK(parsed.rope.magnitude() == 1.0f);
+    CHECK(parsed.max_positions == 8192);
+    CHECK(parsed.unread_rope_keys.empty());
+    dynamic[key].erase("factor");
+    CHECK_THAT(failure_of_config(dynamic.dump()).what,
+               Catch::Matchers::ContainsSubstring("factor is missing"));
+  }
+}
+
 TEST_CASE("llama3 frequencies equal the double-precision formula, in the old layout and the new") {
   const json scaling = {{"rope_type", "llama3"},
                         {"factor", 8.0},
@@ -749,7 +770,8 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
   CHECK(parse(config).rope.magnitude() == Approx(m / m_half).epsilon(1e-6));
   CHECK(parse(config).softmax_scale() == Approx(m_half * m_half / std::sqrt(192.0)).epsilon(1e-6));
 
-  for (const char* type : {"linear", "llama3", "default"}) {  // any type that scales has the factor m^2
+  // Any type that scales has the factor m^2.
+  for (const char* type : {"linear", "dynamic", "llama3", "default"}) {
     json other = config;
     other["rope_scaling"].update({{"type", type}, {"low_freq_factor", 1}, {"high_freq_factor", 4}});
     const double factor = std::string(type) == "default" ? 1.0 : m_half * m_half;

@@ -78,9 +78,10 @@ RopeType parse_rope_type(const ObjectReader& scaling) {
   const std::string type = scaling.string_or(key, "default");
   if (type == "default") return RopeType::standard;
   if (type == "linear") return RopeType::linear;
+  if (type == "dynamic") return RopeType::dynamic;
   if (type == "llama3") return RopeType::llama3;
   if (type == "yarn") return RopeType::yarn;
-  scaling.unsupported(key, " is ", printable(type), "; supported are default, linear, llama3, yarn");
+  scaling.unsupported(key, " is ", printable(type), "; supported are default, linear, dynamic, llama3, yarn");
 }
 
 void parse_llama3(const ObjectReader& scaling, RopeConfig& rope) {

@@ -74,6 +74,7 @@ std::vector<float> RopeConfig::inverse_frequencies() const {
   }
   switch (type) {
     case RopeType::standard:
+    case RopeType::dynamic:
       break;
     case RopeType::linear:
       for (float& frequency : frequencies) frequency /= static_cast<float>(factor);

@@ -8,7 +8,9 @@
 
 namespace helix::decode {
 
-enum class RopeType : std::uint8_t { standard, linear, llama3, yarn };
+/// `dynamic` changes the frequencies only of sequences longer than max_position_embeddings, which are
+/// refused.
+enum class RopeType : std::uint8_t { standard, linear, dynamic, llama3, yarn };
 
 /// Rotary embedding as given in the config; `standard` uses only theta.
 struct RopeConfig {
@@ -16,14 +18,14 @@ struct RopeConfig {
   double theta = 10000.0;
   std::int64_t rotary_dim = 0;  ///< Rotated dimensions of a head: the whole head, or MLA's qk_rope_head_dim.
   bool is_interleaved = false;
-  double factor = 1.0;                                ///< Factor of linear, llama3 and yarn.
+  double factor = 1.0;                                ///< Factor of every type but standard.
   std::int64_t original_max_position_embeddings = 0;  ///< llama3 and yarn.
   double low_freq_factor = 1.0;                       ///< llama3.
   double high_freq_factor = 4.0;                      ///< llama3.
   double beta_fast = 32.0;                            ///< yarn.
   double beta_slow = 1.0;                             ///< yarn.
   double mscale = 0.0;                                ///< yarn; 0: not given.
-  double mscale_all_dim = 0.0;                        ///< linear, llama3 and yarn; 0: not given.
+  double mscale_all_dim = 0.0;                        ///< Every type but standard; 0: not given.
   std::optional<double> attention_factor{};           ///< yarn.
   bool truncate = true;  ///< yarn: round the correction range to whole dimensions.
 
