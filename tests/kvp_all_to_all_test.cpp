@@ -300,6 +300,22 @@ TEST_CASE("without positions the same skip gives wrong data: what the count alon
   CHECK(outcomes.code(1).has_value());  // the others wait in vain for the last step
 }
 
+TEST_CASE("messages without headers say that attention may have written none") {
+  const auto outcomes = run_ranks(2, [](cpu::LocalComm& comm) {
+    CpuBackend backend(comm, comm.split(0, comm.rank()));
+    const auto stream = backend.create_stream();
+    Exchange exchange(backend, {.max_tokens = 2, .num_query_heads = 2, .value_dim = 4});
+    std::vector<float> combined(2 * 4);
+    exchange.exchange_and_combine(exchange.outgoing({.tokens = 2}, nullptr), nullptr,
+                                  TensorView<float, 3>(combined.data(), {2, 1, 4}), stream);
+    backend.synchronize(stream);
+  });
+  for (const int rank : {0, 1}) {
+    CHECK(outcomes.code(rank) == ErrorCode::out_of_step);
+    CHECK(outcomes.message(rank).find("wrote no headers") != std::string::npos);
+  }
+}
+
 TEST_CASE("the epoch of a message depends on each position and its place, and is the count without them") {
   const std::vector<std::int64_t> base{5, 6, -1, 1'000'000};
   const auto epoch = [](std::uint64_t count, const std::vector<std::int64_t>& positions) {

@@ -67,9 +67,11 @@ inline void check_exchange_header(std::int64_t peer, const ExchangeHeader& heade
   const auto count = [](std::uint64_t epoch) { return static_cast<std::uint32_t>(epoch); };
   const auto step = [&](std::uint64_t epoch) { return count(epoch) % kSteps; };
   const auto hash = [](std::uint64_t epoch) { return epoch >> 32; };
-  HELIX_EXPECTS(header.sender == peer, ErrorCode::out_of_step,
-                "out of step: the message in the place of group rank ", peer, " names rank ", header.sender,
-                " as its sender: ranks exchange different numbers of tokens, or the groups differ");
+  HELIX_EXPECTS(
+      header.sender == peer, ErrorCode::out_of_step, "out of step: the message in the place of group rank ",
+      peer, " names rank ", header.sender,
+      " as its sender: ranks exchange different numbers of tokens, the groups differ, or an attention of "
+      "an engine's own wrote no headers (PartialTarget::headers)");
   // Ranks of one group never differ by so many exchanges.
   HELIX_EXPECTS(count(header.epoch) == count(own.epoch) || step(header.epoch) != step(own.epoch),
                 ErrorCode::out_of_step, "out of step: the message from group rank ", peer,
