@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
@@ -12,6 +13,7 @@
 
 #include "support/cache_stage.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 #include "support/resident_memory.hpp"
 
 using namespace helix::test::cache;
@@ -279,6 +281,30 @@ TEST_CASE_METHOD(TwoSequences, "reads and questions whose arguments contradict e
          [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 64, -1, 0); },
          [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 64, 100, 2); },
          [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), std::int64_t{1} << 33, 100, 0); }});
+}
+
+TEST_CASE("a cache and a ledger that were moved from are refused, and those that they were moved to go on") {
+  Stage stage({.kv_heads = 1}, {.dtype = DType::f32, .num_layers = 1, .num_pages = 4, .max_sequences = 2});
+  Cache& old = stage.cache(0);
+  Stream& stream = stage.stream(0);
+  const SequenceId id = old.add();
+  Cache cache(std::move(old));
+  const auto refused = [](const std::function<void()>& call) {
+    const auto failure = helix::test::required_failure(call);
+    CAPTURE(failure.what);
+    CHECK(failure.code == helix::ErrorCode::invalid_argument);
+    CHECK(failure.says("were moved from"));
+  };
+  refused([&] { (void)old.add(); });
+  refused([&] { old.append(id, 1, stream); });
+  refused([&] { old.release(id); });
+  refused([&] { (void)old.slot(id); });
+  refused([&] { (void)old.pages_free(); });
+  refused([&] { (void)old.ledger().num_sequences(); });
+  refused([&] { (void)old.ledger().pages(0); });
+  cache.append(id, 1, stream);
+  CHECK(cache.length(id) == 1);
+  stream.synchronize();
 }
 
 TEST_CASE("bad cache sizes fail at construction") {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
@@ -17,6 +18,7 @@
 #include <helix/topology.hpp>
 
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 #include "support/ranks.hpp"
 
 namespace helix::test {
@@ -298,6 +300,29 @@ TEST_CASE("without positions the same skip gives wrong data: what the count alon
   const RankOutcomes outcomes = run_out_of_step(2, 0, 0, false, wrong);
   CHECK(wrong[0] + wrong[1] > 0);
   CHECK(outcomes.code(1).has_value());  // the others wait in vain for the last step
+}
+
+TEST_CASE("an exchange that was moved from is refused, and the one that it was moved to goes on") {
+  run_ranks_or_throw(2, [](cpu::LocalComm& comm) {
+    CpuBackend backend(comm, comm.split(0, comm.rank()));
+    const auto stream = backend.create_stream();
+    Exchange old(backend, {.max_tokens = 2, .num_query_heads = 2, .value_dim = 4});
+    const Attended step(0, comm.rank(), 2, 2, 4);
+    old.exchange(step.view, nullptr, stream);
+    Exchange exchange(std::move(old));
+    std::vector<float> combined(2 * 4);
+    const auto refused = [](const std::string& message) {
+      expect(message.find("KvpAllToAll: this object was moved from") != std::string::npos, message);
+    };
+    refused(failure_message([&] { old.exchange(step.view, nullptr, stream); }));
+    refused(failure_message([&] { (void)old.outgoing({.tokens = 2}, nullptr); }));
+    const auto messages = exchange.outgoing({.tokens = 2}, nullptr);
+    refused(failure_message([&] {
+      old.exchange_and_combine(messages, nullptr, TensorView<float, 3>(combined.data(), {2, 1, 4}), stream);
+    }));
+    exchange.exchange(step.view, nullptr, stream);
+    backend.synchronize(stream);
+  });
 }
 
 TEST_CASE("messages without headers say that attention may have written none") {

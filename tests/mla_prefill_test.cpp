@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <helix/decode_layer.hpp>
@@ -167,6 +168,24 @@ TEST_CASE("a batch takes no position or slot that no cache has") {
   CHECK_THROWS_WITH(set(-5, 1), Catch::Matchers::ContainsSubstring("positions[1] is -5"));
   CHECK_THROWS_WITH(set(-1, -3), Catch::Matchers::ContainsSubstring("slots[1] is -3; slots count from 0"));
   CHECK_NOTHROW(set(-1, 1));
+  backend.synchronize(stream);
+}
+
+TEST_CASE("a batch buffer that was moved from is refused, and the one that it was moved to goes on") {
+  cpu::Backend<cpu::LocalComm> backend;
+  const auto stream = backend.create_stream();
+  BatchBuffer<cpu::Backend<cpu::LocalComm>> old(backend, 1, 1);
+  const auto set = [&](auto& buffer) {
+    buffer.set(std::vector<std::int32_t>{0, 1}, std::vector<std::int64_t>{3}, std::vector<std::int32_t>{0},
+               stream);
+  };
+  set(old);
+  auto buffer = std::move(old);
+  CHECK_THROWS_WITH(set(old), Catch::Matchers::ContainsSubstring("BatchBuffer: this object was moved from"));
+  CHECK_THROWS_AS(old.advance(stream), Error);
+  CHECK_THROWS_AS(old.batch(), Error);
+  set(buffer);
+  CHECK(buffer.batch().num_tokens() == 1);
   backend.synchronize(stream);
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <random>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
@@ -293,6 +294,10 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
   CHECK_NOTHROW(logits(out, &id, 1));
   CHECK_NOTHROW(logits({}, nullptr, 0));
   backend.synchronize(stream);
+  const Head kept(std::move(head));
+  says([&] { logits(out, &id, 1); }, "VocabularyHead: this object was moved from");
+  says([&] { head.sample(all, nullptr, nullptr, &token, stream); },
+       "VocabularyHead: this object was moved from");
 }
 
 }  // namespace helix::test

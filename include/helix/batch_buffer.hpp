@@ -19,7 +19,8 @@ namespace helix {
 
 /// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never
 /// change, so a captured step can be replayed after the next set(), which is one copy to the device. A step
-/// that ends with advance() can be replayed as it is. Keeps the backend's address. Not thread-safe.
+/// that ends with advance() can be replayed as it is. Keeps the backend's address. Not thread-safe. After a
+/// move each use of the old object is Error(invalid_argument).
 template <QueueBackend B>
 class BatchBuffer {
  public:
@@ -46,6 +47,7 @@ class BatchBuffer {
   /// kMaxTokens, or a slot is below 0; Error(capacity) if the sizes exceed the buffer.
   void set(std::span<const std::int32_t> query_offsets, std::span<const std::int64_t> positions,
            std::span<const std::int32_t> slots, typename B::Stream stream, bool tells_lengths = true) {
+    detail::check_not_moved("BatchBuffer", device_.data());
     const auto sequences = static_cast<std::int64_t>(slots.size());
     const auto tokens = static_cast<std::int64_t>(positions.size());
     HELIX_EXPECTS(query_offsets.size() == slots.size() + 1 && query_offsets.front() == 0 &&
@@ -88,6 +90,7 @@ class BatchBuffer {
   /// `stream`; nothing is copied from the host, so a captured step may end with it. The host does not see
   /// replays, so batch() has no lengths until the next set().
   void advance(typename B::Stream stream) {
+    detail::check_not_moved("BatchBuffer", device_.data());
     lengths_host_.clear();
     backend_->advance(
         AdvanceArgs{.values = reinterpret_cast<std::int64_t*>(device_.data() + positions_begin_),
@@ -97,6 +100,7 @@ class BatchBuffer {
 
   /// The step that was last set. Its host offsets and lengths are valid until the next set() or advance().
   Batch batch() const {
+    detail::check_not_moved("BatchBuffer", device_.data());
     return {query_offsets_host_, reinterpret_cast<const std::int32_t*>(device_.data()),
             reinterpret_cast<const std::int64_t*>(device_.data() + positions_begin_),
             reinterpret_cast<const std::int32_t*>(device_.data() + slots_begin_), lengths_host_};

@@ -26,6 +26,9 @@ namespace helix {
 /// is one slice. A step of few bytes may then travel as lines (LineRows), each of which carries the number of
 /// its exchange and needs no header. exchange() packs and sends in either case.
 ///
+/// After a move each use of the old object is Error(invalid_argument), but exchange() with KVP = 1 still
+/// passes its input on.
+///
 /// Never calls abort(): after an error of one rank alone, thrown or sticky on its stream, its caller calls
 /// abort() of the KVP group, else the others wait until the group's timeout.
 template <ExchangeBackend B>
@@ -80,6 +83,7 @@ class KvpAllToAll {
   /// spec.
   [[nodiscard]] Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
     const ExchangeSlice slice = detail::checked_exchange_slice(spec_, of_step, kvp_, has_windows_);
+    expect_memory();
     Outgoing messages{.target = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
                                  .lse = {nullptr, {0, spec_.num_query_heads}},
                                  .first_token = slice.first_token},
@@ -130,6 +134,7 @@ class KvpAllToAll {
     HELIX_EXPECTS(kvp_ > 1 || convention == LseConvention::natural, ErrorCode::invalid_argument,
                   "exchange: KVP 1 packs nothing and converts no lse; give the convention to lse_combine");
     if (kvp_ == 1) return without_exchange(partial);
+    expect_memory();
     if (tokens == 0)
       return {{nullptr, {kvp_, 0, heads_a_rank(), spec_.value_dim}}, {nullptr, {kvp_, 0, heads_a_rank()}}};
     if (sent_.data() == nullptr) allocate_messages();
@@ -153,6 +158,7 @@ class KvpAllToAll {
   void exchange_and_combine(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
                             Stream stream) {
     if (messages.slice.tokens == 0) return;
+    expect_memory();
     check_combined(messages.slice, combined);
     if (has_windows_) {
       count_sent(messages.slice);
@@ -218,6 +224,8 @@ class KvpAllToAll {
     backend_->upload(exchanges_.data(), &count, sizeof(count), stream);
     backend_->synchronize(stream);
   }
+
+  void expect_memory() const { detail::check_not_moved("KvpAllToAll", exchanges_.data()); }
 
   std::uint64_t* exchanges() const { return reinterpret_cast<std::uint64_t*>(exchanges_.data()); }
 

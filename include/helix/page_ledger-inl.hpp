@@ -105,7 +105,14 @@ inline void PageLedger::make_books() {
   changes_.table.reserve(sequences_.size());
 }
 
+inline void PageLedger::expect_books() const {
+  HELIX_EXPECTS(
+      !pools_.empty(), ErrorCode::invalid_argument,
+      "the books of this KV cache were moved from; use the cache or ledger that they were moved to");
+}
+
 inline std::size_t PageLedger::index_of(SequenceId id) const {
+  expect_books();
   HELIX_EXPECTS(id.cache == cache_ && id.slot >= 0 && id.slot < spec_.max_sequences,
                 ErrorCode::invalid_argument, "sequence (slot ", id.slot, ", generation ", id.generation,
                 ") is not of this KV cache, which has slots 0 to ", spec_.max_sequences - 1,
@@ -177,6 +184,7 @@ inline void PageLedger::check_free(std::string_view operation,
 }
 
 inline std::size_t PageLedger::free_slot(std::string_view operation) const {
+  expect_books();
   HELIX_EXPECTS(
       !free_slots_.empty(), ErrorCode::capacity, operation, ": all ", spec_.max_sequences,
       " sequences of the KV cache are in use; release one, or build it with a larger max_sequences");
@@ -427,6 +435,7 @@ inline std::span<const std::int32_t> PageLedger::pages(SequenceId id, std::int64
 }
 
 inline std::span<const std::int32_t> PageLedger::pages(std::int32_t slot) const {
+  expect_books();
   HELIX_EXPECTS(slot >= 0 && slot < spec_.max_sequences && sequences_[static_cast<std::size_t>(slot)].is_live,
                 ErrorCode::invalid_argument, "pages: slot is ", slot,
                 "; it must be that of a live sequence, in [0, ", spec_.max_sequences, ")");
@@ -450,10 +459,12 @@ inline bool PageLedger::is_shared(SequenceId id, TokenRange tokens) const {
 }
 
 inline std::int64_t PageLedger::num_sequences() const {
+  expect_books();
   return spec_.max_sequences - static_cast<std::int64_t>(free_slots_.size());
 }
 
 inline const PageLedger::Pool& PageLedger::pool_of(std::string_view operation, std::int64_t kvp_rank) const {
+  expect_books();
   HELIX_EXPECTS(kvp_rank >= 0 && kvp_rank < spec_.layout.kvp(), ErrorCode::invalid_argument, operation,
                 ": kvp_rank is ", kvp_rank, "; it must be in [0, ", spec_.layout.kvp(), ")");
   return pools_[static_cast<std::size_t>(kvp_rank)];

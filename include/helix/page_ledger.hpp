@@ -40,6 +40,9 @@ struct PageLedgerSpec {
 /// Invariant: a sequence of S tokens has ceil(length(S, r) / page_tokens) pages on rank r. A reservation is a
 /// number of free pages that only its sequence may take. Pages of a forked prefix are shared and counted. A
 /// token never goes into a shared page; the page is copied first.
+///
+/// After a move each call on the old object that names a sequence, asks for one or counts is
+/// Error(invalid_argument).
 class PageLedger {
  public:
   /// A copy to make on this rank: page `target` becomes a copy of `source`, in all layers.
@@ -166,6 +169,7 @@ class PageLedger {
   };
 
   void make_books();
+  void expect_books() const;  // throws if this object was moved from
   std::size_t index_of(SequenceId id) const;
   const Pool& pool_of(std::string_view operation, std::int64_t kvp_rank) const;
   std::int64_t pages_of(std::int64_t num_tokens, std::size_t rank) const;

@@ -34,7 +34,8 @@ namespace helix {
 /// not exist.
 ///
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
-/// may belong to another sequence at once. Keeps the backend's address. Not thread-safe.
+/// may belong to another sequence at once. Keeps the backend's address. Not thread-safe. After a move each
+/// call on the old object that names a sequence, asks for one or counts pages is Error(invalid_argument).
 template <AttentionBackend B>
 requires StageBackend<B>
 class ShardedKVCache {

@@ -31,7 +31,8 @@ inline void check_num_rows(std::int64_t rows) {
 /// positions (exchange_epoch()). An error of one rank alone (its workspace, its addresses, a failure of its
 /// backend) leaves the others waiting in the gather. Its caller must then call the stage's abort(), which
 /// wakes them; else they get Error(timeout). Not thread-safe: all ranks must queue logits() and draw_greedy()
-/// in the same order, and one stream, or events, must order these calls.
+/// in the same order, and one stream, or events, must order these calls. After a move each use of the old
+/// object is Error(invalid_argument).
 template <VocabularyBackend B>
 class VocabularyHead {
  public:
@@ -228,6 +229,7 @@ class VocabularyHead {
   }
 
   void check_logits(std::string_view operation, const Logits& logits) const {
+    detail::check_not_moved("VocabularyHead", state_.data());
     detail::check_num_rows(logits.extent(1));
     HELIX_EXPECTS(logits.extent(0) == ranks_ && logits.extent(2) == width_, ErrorCode::invalid_argument,
                   "VocabularyHead::", operation, ": the logits are [", logits.extent(0), ", ",
@@ -265,6 +267,7 @@ class VocabularyHead {
   /// Multiplies the selected rows by this rank's weights.
   Shard multiply(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
                  std::span<std::byte> workspace, typename B::Stream stream) {
+    detail::check_not_moved("VocabularyHead", state_.data());
     detail::check_num_rows(num_rows);
     HELIX_EXPECTS(num_rows == 0 || (hidden.extent(1) == lm_head_.cols && hidden.stride(1) == 1),
                   ErrorCode::invalid_argument, "VocabularyHead: hidden is [", hidden.extent(0), ", ",

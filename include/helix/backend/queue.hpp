@@ -4,6 +4,9 @@
 
 #include <concepts>
 #include <cstddef>
+#include <string_view>
+
+#include <helix/error.hpp>
 
 namespace helix {
 
@@ -37,6 +40,13 @@ concept QueueBackend = requires(B& backend, typename B::Stream stream, typename 
 };
 
 namespace detail {
+
+/// Throws Error(invalid_argument) if an object of class `name` was moved from: `data`, memory that it owns
+/// for all its life, is then null.
+inline void check_not_moved(std::string_view name, const void* data) {
+  HELIX_EXPECTS(data != nullptr, ErrorCode::invalid_argument, name,
+                ": this object was moved from; use the one that it was moved to");
+}
 
 /// Never defined: a call with tensors of another activation type than the backend's fails with one error,
 /// which names both types.
