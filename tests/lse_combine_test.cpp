@@ -310,6 +310,12 @@ TEST_CASE("shapes that contradict each other are refused with both values") {
   bad.out = {data, {3, 4, 5}, {1, 3, 12}};
   CHECK(message(bad).find("last strides must be 1") != std::string::npos);
   bad = good;
+  bad.out = {data + 2048, {3, 4, 5}, {0, 5, 1}};
+  CHECK(message(bad).find("dimension 0 of out has extent 3 and stride 0") != std::string::npos);
+  bad = good;
+  bad.lse = {data + 3000, {3, 4}, {1, 1}};
+  CHECK(message(bad).find("dimension 1 of lse has extent 4 and stride 1") != std::string::npos);
+  bad = good;
   bad.partial_out = TensorView<const float, 4>(data, {0, 3, 4, 5});
   bad.partial_lse = TensorView<const float, 3>(data, {0, 3, 4});
   CHECK(message(bad).find("give at least one") != std::string::npos);

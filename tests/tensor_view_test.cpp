@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -16,6 +17,7 @@
 namespace {
 
 using helix::Error;
+using helix::ErrorCode;
 using helix::TensorView;
 
 }  // namespace
@@ -112,6 +114,46 @@ TEST_CASE("an empty view has no elements, and slices of nothing stay null") {
   CHECK(shape_only.size() == 32);
   CHECK(shape_only.slice(0, 2, 2).data() == nullptr);
   CHECK(shape_only.slice(0, 2, 2).extent(0) == 2);
+}
+
+TEST_CASE("a view that is written is refused exactly if two of its elements share an address") {
+  std::vector<float> memory(4096);
+  // Permutations of dense tensors and of their slices, with padding and from the end, and what breaks them.
+  const auto refuses = [&](std::array<std::int64_t, 3> extents, std::array<std::int64_t, 3> strides) {
+    const TensorView<float, 3> view(memory.data() + 2048, extents, strides);
+    std::set<const float*> seen;
+    for (std::int64_t a = 0; a < view.extent(0); ++a) {
+      for (std::int64_t b = 0; b < view.extent(1); ++b) {
+        for (std::int64_t c = 0; c < view.extent(2); ++c) seen.insert(&view(a, b, c));
+      }
+    }
+    bool is_refused = false;
+    try {
+      helix::detail::check_elements_apart("test", "x", view);
+    } catch (const Error& error) {
+      is_refused = error.code() == ErrorCode::invalid_argument;
+    }
+    CAPTURE(strides[0], strides[1], strides[2]);
+    CHECK(is_refused == (static_cast<std::int64_t>(seen.size()) < view.size()));
+    return is_refused;
+  };
+  CHECK_FALSE(refuses({3, 2, 4}, {8, 4, 1}));
+  CHECK_FALSE(refuses({3, 2, 4}, {4, 12, 1}));
+  CHECK_FALSE(refuses({3, 2, 4}, {-10, 5, 1}));
+  CHECK_FALSE(refuses({3, 1, 4}, {4, 0, 1}));
+  CHECK_FALSE(refuses({3, 0, 4}, {0, 0, 0}));
+  CHECK_FALSE(refuses({1, 1, 1}, {0, 0, 0}));
+  CHECK(refuses({3, 2, 4}, {0, 4, 1}));
+  CHECK(refuses({3, 2, 4}, {8, 3, 1}));
+  CHECK(refuses({3, 2, 4}, {7, 4, 1}));
+  CHECK(refuses({3, 2, 4}, {-7, 4, 1}));
+  constexpr std::int64_t kMin = std::numeric_limits<std::int64_t>::min();
+  constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+  CHECK_NOTHROW(
+      helix::detail::check_elements_apart("test", "x", TensorView<float, 2>(nullptr, {9, 4}, {kMin, 1})));
+  CHECK_THROWS_WITH(
+      helix::detail::check_elements_apart("test", "x", TensorView<float, 2>(nullptr, {2, kMax}, {4, 1})),
+      Catch::Matchers::ContainsSubstring("dimension 0 of x has extent 2 and stride 4"));
 }
 
 TEST_CASE("a slice outside the extent is refused with both values") {

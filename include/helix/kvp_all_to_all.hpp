@@ -153,8 +153,8 @@ class KvpAllToAll {
   /// denominator. Does the work of exchange() and lse_combine() without packing, and checks while it
   /// combines: `combined` may have been written when a rank is found out of step. That Error is sticky too.
   /// Collective over the KVP group.
-  /// @throws Error(invalid_argument), before anything is queued, unless `combined` has that shape, an address
-  /// and a last stride of 1.
+  /// @throws Error(invalid_argument), before anything is queued, unless `combined` has that shape, an
+  /// address, rows that do not overlap, and a last stride of 1.
   void exchange_and_combine(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
                             Stream stream) {
     if (messages.slice.tokens == 0) return;
@@ -244,6 +244,7 @@ class KvpAllToAll {
                   " for its last stride; the messages combine to [", slice.tokens, ", ", heads_a_rank(), ", ",
                   slice.value_dim, "], whose last stride must be 1");
     detail::check_given("exchange_and_combine", "combined", combined.data(), combined.size());
+    detail::check_elements_apart("exchange_and_combine", "combined", combined);
   }
   std::int64_t heads_a_rank() const { return spec_.num_query_heads / kvp_; }
   std::byte* received_at(const ExchangeSlice& slice) const { return received_.data() + layout_.begin(slice); }

@@ -14,8 +14,8 @@ namespace helix {
 /// (invariant 5). A partial with lse = -inf counts 0, whatever its out holds. If all of them are -inf (and
 /// there is no sink): out = 0, lse = -inf (invariant 6). See LseCombineArgs for shapes. Local; queued on
 /// `stream`, allocates nothing, capturable. Source: paper section 2.1.1; Flash-Decoding.
-/// @throws Error(invalid_argument) if shapes contradict each other or limits.hpp, an address is missing, or
-/// the convention is not a named one.
+/// @throws Error(invalid_argument) if shapes contradict each other or limits.hpp, rows of out or lse overlap,
+/// an address is missing, or the convention is not a named one.
 template <CombineBackend B>
 void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args, typename B::Stream stream) {
   const auto& out = args.partial_out;
@@ -49,6 +49,8 @@ void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args,
   detail::check_given("lse_combine", "partial_out", out.data(), out.extent(3));
   detail::check_given("lse_combine", "partial_lse", lse.data(), 1);
   detail::check_given("lse_combine", "out", args.out.data(), out.extent(3));
+  detail::check_elements_apart("lse_combine", "out", args.out);
+  if (args.lse.data() != nullptr) detail::check_elements_apart("lse_combine", "lse", args.lse);
   backend.lse_combine(args, stream);
 }
 

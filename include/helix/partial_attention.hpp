@@ -48,6 +48,8 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
   check_given("partial_attention", "q", args.q.data(), tokens);
   check_given("partial_attention", "target.out", target.out.data(), tokens);
   check_given("partial_attention", "target.lse", target.lse.data(), tokens);
+  check_elements_apart("partial_attention", "target.out", target.out);
+  check_elements_apart("partial_attention", "target.lse", target.lse);
   check_workspace("partial_attention", args.workspace);
 }
 
@@ -58,13 +60,13 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
 /// capturable. Calls of one cuda::Operators share counters on the device: order calls on several streams by
 /// events. Query heads of KV head h are [h * G, (h + 1) * G), G = (Hq/TPA) / (Hkv/TPA). Source: paper section
 /// 2.1.1.
-/// @throws Error(invalid_argument) if shapes contradict each other, an address or a field of the batch or the
-/// KV view is missing, or scale or soft_cap is not finite; Error(capacity) if the workspace is smaller than
-/// backend.partial_attention_workspace_bytes(batch tokens, Hq/TPA, D, Dv); Error(unsupported) for what the
-/// backend's kernels are not built for: on GPUs head sizes above 1024, more than 65536 KV heads,
-/// sequences that may have nearly 2^31 tokens on a rank, nearly 2^35 of them times KV heads, or 2^31 query
-/// rows of a KV head. Page ids that the pool does not have fail the stream of cpu::Backend; GPUs do not check
-/// them.
+/// @throws Error(invalid_argument) if shapes contradict each other, rows of out or lse overlap, an address or
+/// a field of the batch or the KV view is missing, or scale or soft_cap is not finite; Error(capacity) if the
+/// workspace is smaller than backend.partial_attention_workspace_bytes(batch tokens, Hq/TPA, D, Dv);
+/// Error(unsupported) for what the backend's kernels are not built for: on GPUs head sizes above 1024, more
+/// than 65536 KV heads, sequences that may have nearly 2^31 tokens on a rank, nearly 2^35 of them times KV
+/// heads, or 2^31 query rows of a KV head. Page ids that the pool does not have fail the stream of
+/// cpu::Backend; GPUs do not check them.
 template <PartialAttentionBackend B>
 void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activation>& args,
                        typename B::Stream stream) {

@@ -44,8 +44,8 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 /// (invariant 12). Queued on `stream`, allocates nothing, capturable. After an error of one rank alone its
 /// caller calls abort() of the stage, else the others wait until its timeout.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address or the backend's stage
-/// communicator is missing, the weight is not [1, M] of f32, f16 or bf16, the last stride of out is not 1, or
-/// epsilon is below 0 or not finite.
+/// communicator is missing, the weight is not [1, M] of f32, f16 or bf16, the last stride of out is not 1 or
+/// its rows overlap, or epsilon is below 0 or not finite.
 template <LayerBackend B>
 void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args, typename B::Stream stream) {
   const bool has_norm = !args.weight.empty();
@@ -68,6 +68,7 @@ void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
     detail::check_weight_type("reduce_norm", "weight", args.weight);
     detail::check_epsilon("reduce_norm", "epsilon", args.epsilon);
     detail::check_given("reduce_norm", "out", args.out.data(), args.out.size());
+    detail::check_elements_apart("reduce_norm", "out", args.out);
   }
   if (args.summand.size() == 0) return;
   if constexpr (requires { backend.reduce_norm(args, stream); }) {

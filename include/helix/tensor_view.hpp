@@ -97,4 +97,38 @@ class TensorView {
   extents_type strides_{};
 };
 
+namespace detail {
+
+/// Throws Error(invalid_argument) if elements of a view that is written share addresses: each stride must
+/// step over all that lies at smaller ones, as in every permutation and slice of a dense tensor.
+template <class T, int R>
+void check_elements_apart(std::string_view operation, std::string_view name, const TensorView<T, R>& view) {
+  if (view.size() == 0) return;
+  constexpr std::int64_t kMost = kSaturated / 2;
+  std::int64_t span = 1;  // elements from the first to the last that the strides up to here reach
+  unsigned counted = 0;   // a bit for each dimension
+  for (int count = 0; count < R; ++count) {
+    int smallest = -1;
+    std::int64_t stride = 0;  // absolute value of the smallest stride that is not counted
+    for (int d = 0; d < R; ++d) {
+      const std::int64_t signed_stride = larger(view.stride(d), -kMost);
+      const std::int64_t size =
+          view.extent(d) == 1 ? 0 : smaller(signed_stride < 0 ? -signed_stride : signed_stride, kMost);
+      if ((counted >> d & 1u) == 0 && (smallest < 0 || size < stride)) {
+        smallest = d;
+        stride = size;
+      }
+    }
+    counted |= 1u << smallest;
+    if (view.extent(smallest) == 1) continue;
+    HELIX_EXPECTS(stride >= span, ErrorCode::invalid_argument, operation, ": dimension ", smallest, " of ",
+                  name, " has extent ", view.extent(smallest), " and stride ", view.stride(smallest),
+                  ", but what lies between takes ", span,
+                  " elements, so rows that are written would overlap");
+    span = saturating_sum(span, saturating_product(view.extent(smallest) - 1, stride));
+  }
+}
+
+}  // namespace detail
+
 }  // namespace helix

@@ -234,6 +234,21 @@ TEST_CASE(
   CHECK_NOTHROW(unseen.run());
 }
 
+TEST_CASE("attention into rows that overlap is an Error that names the stride") {
+  const auto with_stride = [](auto& view, std::size_t d, std::int64_t stride) {
+    auto strides = view.strides();
+    strides[d] = stride;
+    view = {view.data(), view.extents(), strides};
+  };
+  check_attention({
+      {"partial_attention: dimension 0 of target.out has extent 3 and stride 0",
+       [&](Attended& a) { with_stride(a.args.target.out, 0, 0); }},
+      {"target.out", [&](Attended& a) { with_stride(a.args.target.out, 1, 1); }},
+      {"partial_attention: dimension 0 of target.lse has extent 3 and stride 0",
+       [&](Attended& a) { with_stride(a.args.target.lse, 0, 0); }},
+  });
+}
+
 TEST_CASE(
     "attention without an address, a finite scale or a possible number of heads is an Error that names it") {
   constexpr float kInf = std::numeric_limits<float>::infinity();
