@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode_layer refuses contradictory arguments equally on every rank, and names ranks that are out of step.
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -269,6 +270,8 @@ TEST_CASE("Bad weights of a dense layer are refused alike on every rank") {
       {"qkv of fp8", "qkv is fp8_e4m3", [](Arguments& a) { a.gqa().qkv.dtype = DType::fp8_e4m3; }},
       {"down without a type", "the FFN is unknown",
        [](Arguments& a) { a.dense().down.dtype = static_cast<DType>(77); }},
+      {"qkv between two elements", "bytes of its f32: copy it to aligned memory",
+       [](Arguments& a) { a.gqa().qkv.data = static_cast<const std::byte*>(a.gqa().qkv.data) + 2; }},
       {"no input norm", "input_norm is empty, [0, 0]", [](Arguments& a) { a.weights.input_norm = {}; }},
       {"post-attention norm of another width", "post_attention_norm is [1, 33]",
        [](Arguments& a) { widen(a.weights.post_attention_norm); }},

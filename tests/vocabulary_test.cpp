@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // embed_tokens and VocabularyHead over vocabulary shards, compared with plain loops in double.
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <random>
 #include <string_view>
@@ -274,6 +275,9 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
   says([&] { head.penalize(all, nullptr, -1, stream); }, "VocabularyHead::penalize: count is -1");
   says([&] { head.log_probs(all, &token, -1, &number, nullptr, nullptr, stream); },
        "VocabularyHead::log_probs: num_best is -1");
+  WeightView askew = whole;
+  askew.data = reinterpret_cast<const std::byte*>(table.data()) + 1;
+  says([&] { Head(backend, topo, norm, askew, 1e-5f); }, "which is no multiple of the 4 bytes of its f32");
   says([&] { head.log_probs(all, &token, std::int64_t{1} << 32, &number, nullptr, nullptr, stream); },
        "num_best is 4294967296; it must be in [0, 268435456]");
   says([&] { head.log_probs(all, &token, 2, &number, nullptr, &number, stream); },

@@ -31,7 +31,7 @@ void embed_tokens(B& backend, const Topology& topology, const std::int32_t* ids,
   HELIX_EXPECTS(out.extent(1) == table.cols && out.is_contiguous(), ErrorCode::invalid_argument,
                 "embed_tokens: out is [", out.extent(0), ", ", out.extent(1), "] with strides [",
                 out.stride(0), ", ", out.stride(1), "]; give [tokens, ", table.cols, "], contiguous");
-  detail::check_weight_type("embed_tokens", "the table", table);
+  detail::check_weight_data("embed_tokens", "the table", table);
   detail::check_given("embed_tokens", "the table", table.data, table.rows);
   detail::check_given("embed_tokens", "ids", ids, out.extent(0));
   detail::check_given("embed_tokens", "out", out.data(), out.extent(0));

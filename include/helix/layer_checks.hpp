@@ -28,7 +28,7 @@ inline void expect_shape(std::string_view name, const WeightView& weight, std::i
   HELIX_EXPECTS(weight.rows == rows && weight.cols == cols && (!weight.empty() || rows * cols == 0),
                 ErrorCode::invalid_argument, "decode_layer: ", name, " is ", weight.empty() ? "empty, " : "",
                 "[", weight.rows, ", ", weight.cols, "]; this rank needs [", rows, ", ", cols, "]", hint);
-  check_weight_type("decode_layer", name, weight);
+  check_weight_data("decode_layer", name, weight);
 }
 
 /// Throws Error(invalid_argument) unless the weight is [1, cols] or left out. One that is left out has no

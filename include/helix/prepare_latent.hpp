@@ -43,7 +43,7 @@ void check_prepare_latent(const PrepareLatentArgs<T>& args) {
                 ErrorCode::invalid_argument, "prepare_latent: norm is [", args.norm.rows, ", ",
                 args.norm.cols, args.norm.empty() ? "], without data" : "]", "; it must be [1, ",
                 format.value_dim, "]");
-  check_weight_type("prepare_latent", "norm", args.norm);
+  check_weight_data("prepare_latent", "norm", args.norm);
   check_rope("prepare_latent", args.rope, format.rope_columns());
   check_epsilon("prepare_latent", "epsilon", args.epsilon);
 }

@@ -37,7 +37,7 @@ void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
     HELIX_EXPECTS(norm.empty() || (norm.rows == 1 && norm.cols == dim), ErrorCode::invalid_argument,
                   "prepare_qkv: ", name, " is [", norm.rows, ", ", norm.cols, "]; it must be [1, ", dim,
                   "] or empty");
-    check_weight_type("prepare_qkv", name, norm);
+    check_weight_data("prepare_qkv", name, norm);
   };
   check_norm("q_norm", args.q_norm);
   check_norm("k_norm", args.k_norm);
@@ -79,8 +79,8 @@ void check_project_qkv(const ProjectQkvArgs<T>& args) {
   HELIX_EXPECTS(linear.bias.empty() || (linear.bias.rows == 1 && linear.bias.cols == linear.weight.rows),
                 ErrorCode::invalid_argument, "project_qkv: bias is [", linear.bias.rows, ", ",
                 linear.bias.cols, "]; it must be [1, ", linear.weight.rows, "] or empty");
-  check_weight_type("project_qkv", "weight", linear.weight);
-  check_weight_type("project_qkv", "bias", linear.bias);
+  check_weight_data("project_qkv", "weight", linear.weight);
+  check_weight_data("project_qkv", "bias", linear.bias);
   check_given("project_qkv", "in", linear.in.data(), rows);
   check_given("project_qkv", "weight", linear.weight.data, linear.weight.rows);
   check_given("project_qkv", "out", linear.out.data(), rows);

@@ -65,7 +65,7 @@ void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
   detail::check_given("reduce_norm", "summand", args.summand.data(), args.summand.size());
   detail::check_given("reduce_norm", "residual", args.residual.data(), args.residual.size());
   if (has_norm) {
-    detail::check_weight_type("reduce_norm", "weight", args.weight);
+    detail::check_weight_data("reduce_norm", "weight", args.weight);
     detail::check_epsilon("reduce_norm", "epsilon", args.epsilon);
     detail::check_given("reduce_norm", "out", args.out.data(), args.out.size());
     detail::check_elements_apart("reduce_norm", "out", args.out);

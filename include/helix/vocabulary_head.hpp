@@ -63,8 +63,8 @@ class VocabularyHead {
     HELIX_EXPECTS(final_norm.empty() || (final_norm.rows == 1 && final_norm.cols == lm_head.cols),
                   ErrorCode::invalid_argument, "VocabularyHead: final_norm is [", final_norm.rows, ", ",
                   final_norm.cols, "]; it must be [1, ", lm_head.cols, "] or empty");
-    detail::check_weight_type("VocabularyHead", "lm_head", lm_head);
-    detail::check_weight_type("VocabularyHead", "final_norm", final_norm);
+    detail::check_weight_data("VocabularyHead", "lm_head", lm_head);
+    detail::check_weight_data("VocabularyHead", "final_norm", final_norm);
     detail::check_epsilon("VocabularyHead", "norm_epsilon", norm_epsilon);
     // Device state: [0] the number of gathers so far, [1 ..] where each rank's ids begin.
     std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_ + 1));

@@ -22,7 +22,7 @@ namespace helix {
 /// A weight matrix [rows, cols] as a checkpoint stores it: row-major, one row an output feature.
 struct WeightView {
   /// Device memory, like all that views and arguments point to, except what is named _host and lists of
-  /// experts.
+  /// experts. At a multiple of the element's size.
   const void* data = nullptr;
   DType dtype = DType::f32;  ///< Element type: f32, f16 or bf16.
   std::int64_t rows = 0;     ///< Output features.
@@ -45,11 +45,16 @@ struct RopeView {
 
 namespace detail {
 
-/// Throws Error(invalid_argument) unless the weight is absent or its type is one that backends multiply.
-inline void check_weight_type(std::string_view operation, std::string_view name, const WeightView& weight) {
+/// Throws Error(invalid_argument) unless the weight is absent, or of a type that backends multiply and at a
+/// multiple of its size.
+inline void check_weight_data(std::string_view operation, std::string_view name, const WeightView& weight) {
   HELIX_EXPECTS(weight.empty() || is_arithmetic(weight.dtype), ErrorCode::invalid_argument, operation, ": ",
                 name, " is ", to_string(weight.dtype),
                 "; weights are f32, f16 or bf16: convert them when loading");
+  const std::size_t bytes = weight.empty() ? 1 : size_bytes(weight.dtype);
+  HELIX_EXPECTS(reinterpret_cast<std::uintptr_t>(weight.data) % bytes == 0, ErrorCode::invalid_argument,
+                operation, ": ", name, " is at ", weight.data, ", which is no multiple of the ", bytes,
+                " bytes of its ", to_string(weight.dtype), ": copy it to aligned memory when loading");
 }
 
 /// Throws Error(invalid_argument) unless rope rotates an even number of a head's `dim` columns, with given

@@ -116,7 +116,7 @@ Reading begin_call(Kernel kernel, DType weight, std::int64_t num_rows, std::int6
   if (kernel == Kernel::tiles) return g_tiles.begin(num_rows, weight_bytes, call);
   if (kernel == Kernel::bf16_tiles) return g_bf16_tiles.begin(num_rows, weight_bytes, call);
   if (kernel == Kernel::bf16_dots) return g_bf16_dots.begin(num_rows, weight_bytes, call);
-  // check_weight_type() allows no other type.
+  // check_weight_data() allows no other type.
   ReadingTuners& vectors = weight == DType::f32 ? g_f32 : weight == DType::f16 ? g_f16 : g_bf16;
   return vectors.begin(num_rows, weight_bytes, call);
 }
