@@ -219,6 +219,27 @@ TEST_CASE("the log-probability of a token outside the vocabulary is NaN") {
   for (const std::size_t inside : {3, 4}) CHECK(log_probs[inside] == Approx(-std::log(3.0)));
 }
 
+TEST_CASE("a penalty of a row that is not there is an Error and changes nothing") {
+  const Operators ops;
+  for (const std::int32_t row : {-1, 2, std::numeric_limits<std::int32_t>::max()}) {
+    CAPTURE(row);
+    const Operators::Stream stream = ops.create_stream();
+    std::vector<float> logits{1, 2, 3, 4, 9, 9, 9};  // two rows of two, and what is not theirs
+    const std::vector<float> before = logits;
+    const std::vector<std::int64_t> begins{0, 2};
+    const LogitPenalty penalty{.row = row, .id = 0, .subtract = 1.0f};
+    ops.penalize({.logits = {logits.data(), {1, 2, 2}},
+                  .shard_begins = begins.data(),
+                  .penalties = &penalty,
+                  .count = 1},
+                 stream);
+    CHECK_THROWS_WITH(ops.synchronize(stream),
+                      Catch::Matchers::ContainsSubstring("penalties[0] is for row " + std::to_string(row) +
+                                                         "; the logits have rows [0, 2)"));
+    CHECK(logits == before);
+  }
+}
+
 TEST_CASE("the likeliest tokens come with the smaller id first on ties, and -1 beyond the vocabulary") {
   const Operators ops;
   const Operators::Stream stream = ops.create_stream();

@@ -101,7 +101,7 @@ template <class T>
 struct PenalizeArgs {
   TensorView<T, 3> logits;                     ///< [shards, rows, width], as in SampleArgs.
   const std::int64_t* shard_begins = nullptr;  ///< [shards + 1], as in SampleArgs.
-  const LogitPenalty* penalties = nullptr;     ///< [count], device memory; rows are in range.
+  const LogitPenalty* penalties = nullptr;  ///< [count], device memory; rows are in range: a CPU checks them.
   std::int64_t count = 0;
 };
 

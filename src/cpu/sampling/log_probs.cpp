@@ -6,6 +6,7 @@
 #include <limits>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/error.hpp>
 
 #include "cpu/sampling/logit_rows.hpp"
 
@@ -52,6 +53,9 @@ void Operators::penalize(const PenalizeArgs<float>& args, Stream stream) const {
   stream.enqueue([args] {
     for (std::int64_t i = 0; i < args.count; ++i) {
       const LogitPenalty& penalty = args.penalties[i];
+      HELIX_EXPECTS(penalty.row >= 0 && penalty.row < args.logits.extent(1), ErrorCode::invalid_argument,
+                    "penalize: penalties[", i, "] is for row ", penalty.row, "; the logits have rows [0, ",
+                    args.logits.extent(1), ")");
       float* logit = find_logit(args, penalty.row, penalty.id);
       if (logit == nullptr) continue;
       *logit = *logit > 0.0f ? *logit / penalty.repetition : *logit * penalty.repetition;
