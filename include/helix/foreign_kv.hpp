@@ -11,8 +11,9 @@
 
 // The caller of every function fills in what differs from step to step or rank to rank: page_table with
 // max_pages or page_begins, layout and kvp_rank, and for fp8 the scales. The operation that reads the view
-// checks the sizes (check_kv_view). vLLM's decode context parallelism is KvLayout(dcp_world_size,
-// cp_kv_cache_interleave_size); its local block tables fit as they are.
+// checks the sizes (check_kv_view); the functions themselves throw Error(invalid_argument) only for pools
+// that exceed the address space and layers that do not exist. vLLM's decode context parallelism is
+// KvLayout(dcp_world_size, cp_kv_cache_interleave_size); its local block tables fit as they are.
 //
 // Latents: vLLM's [num_blocks, block_size, 576], SGLang's MLATokenToKVPool [size + page_size, 1, 576] and
 // FlashMLA's are whole rows, for which KvView::of_pool() with KvFormat::latent() is enough. Use
