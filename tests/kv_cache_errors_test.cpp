@@ -144,6 +144,7 @@ TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
   ++future.generation;
   SequenceId unused = live;
   unused.slot = 1;
+  unused.generation = 0;  // what the first user of the slot will get
   for (const SequenceId id : {SequenceId{}, released, foreign, far, future, unused}) {
     CAPTURE(id.cache, id.slot, id.generation);
     const TensorView<const float, 3> none(nullptr, {0, 1, 8});
@@ -357,6 +358,9 @@ TEST_CASE("bad cache sizes fail at construction") {
   CpuBackend crossed(LocalComm::create_group(2)[1], LocalComm::create_group(2)[0]);
   CHECK(contains(failure_of([&] { Cache(crossed, topology, good); })->what,
                  "places stage_rank 1 at kvp_rank 1 of 2"));
+  CpuBackend wide(LocalComm::create_group(2)[0], LocalComm::create_group(3)[0]);
+  CHECK(contains(failure_of([&] { Cache(wide, topology, good); })->what,
+                 "the KVP communicator has rank 0 of 3"));
 }
 
 TEST_CASE("pages that no memory holds are refused before their books are made") {

@@ -247,6 +247,65 @@ TEST_CASE("pages that one sequence of a step has reserved are not taken by anoth
   ledger.append(std::vector{a}, std::vector<std::int64_t>{5});
 }
 
+TEST_CASE("a reservation grows by what it lacks, and ends at once when it is given up") {
+  PageLedger ledger({.layout = KvLayout(1, 1), .page_tokens = 1, .num_pages = 10, .max_sequences = 2}, 0);
+  const SequenceId id = ledger.add(6);
+  ledger.reserve(id, 10);  // its own 6 pages and the 4 free ones
+  CHECK(ledger.pages_free(0) == 0);
+  ledger.append(std::vector{id}, std::vector<std::int64_t>{3});
+  ledger.unreserve(id);
+  CHECK(ledger.reserved_tokens(id) == 0);
+  CHECK(ledger.pages_free(0) == 7);
+}
+
+TEST_CASE(
+    "a sequence that was cut into a shared page copies it on the ranks that store its next token only") {
+  // Chunk 2, KVP 2, pages of 4: 8 tokens take one page a rank. Of the first 3 rank 0 has two, rank 1 one.
+  const auto cut_fork = [](PageLedger& ledger) {
+    const SequenceId parent = ledger.add();
+    ledger.append(std::vector{parent}, std::vector<std::int64_t>{8});
+    const SequenceId child = ledger.fork(parent, 8);
+    ledger.truncate(child, 3);
+    return child;
+  };
+  PageLedgerSpec spec{.layout = KvLayout(2, 2), .page_tokens = 4, .num_pages = 2, .max_sequences = 2};
+  PageLedger ledger(spec, 0);
+  const SequenceId child = cut_fork(ledger);
+  CHECK(ledger.append(std::vector{child}, std::vector<std::int64_t>{1}).copies.empty());
+  CHECK(ledger.pages_used(0) == 1);
+  CHECK(ledger.pages_used(1) == 2);
+
+  // Rank 1 lacks a page where rank 0 needs none.
+  spec.num_pages = 1;
+  PageLedger tight(spec, 0);
+  const SequenceId stuck = cut_fork(tight);
+  CHECK_THROWS_WITH(
+      tight.append(std::vector{stuck}, std::vector<std::int64_t>{1}),
+      Catch::Matchers::StartsWith("append needs 1 more pages on kvp_rank 1 but 0 of 1 are free"));
+  CHECK(tight.length(stuck) == 3);
+}
+
+TEST_CASE("an id is refused by a ledger whose sizes differ, by however much") {
+  const PageLedgerSpec spec{.layout = KvLayout(2, 3), .page_tokens = 4, .num_pages = 5, .max_tokens = 30};
+  const SequenceId id = PageLedger(spec, 0).add();
+  for (const std::int64_t more : {1, 256, 65536}) {
+    CAPTURE(more);
+    for (const auto& change :
+         {+[](PageLedgerSpec&s, std::int64_t n) { s.layout = KvLayout(2, 3 + n); },
+          +[](PageLedgerSpec&s, std::int64_t n) { s.page_tokens += n; },
+          +[](PageLedgerSpec&s, std::int64_t n) { s.num_pages += n; },
+          +[](PageLedgerSpec&s, std::int64_t n) { s.max_sequences += n; },
+          +[](PageLedgerSpec&s, std::int64_t n) { s.max_tokens += n; },
+          +[](PageLedgerSpec&s, std::int64_t n) { s.tag = static_cast<std::uint32_t>(n); }}) {
+      PageLedgerSpec other = spec;
+      change(other, more);
+      PageLedger ledger(other, 0);
+      (void)ledger.add();
+      CHECK_THROWS_AS(ledger.release(id), Error);
+    }
+  }
+}
+
 TEST_CASE("the default max_tokens is what fits into the pages") {
   for (const auto& [kvp, chunk, page, pages] : {std::tuple{1, 1, 1, 1}, std::tuple{4, 16, 64, 3},
                                                 std::tuple{3, 7, 4, 5}, std::tuple{2, 100, 16, 3}}) {

@@ -428,6 +428,28 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
   grow({0}, 1);
 }
 
+TEST_CASE("a sequence that fills its row of the page table leaves the next row alone when it ends") {
+  Stage stage({.kv_heads = 1}, {.dtype = DType::f32,
+                                .num_layers = 1,
+                                .page_tokens = 4,
+                                .num_pages = 4,
+                                .max_sequences = 2,
+                                .max_tokens = 8});
+  Cache& cache = stage.cache(0);
+  Stream& stream = stage.stream(0);
+  const SequenceId full = cache.add();
+  const SequenceId next = cache.add();
+  cache.append(full, 8, stream);
+  cache.append(next, 8, stream);
+  cache.release(full);
+  cache.append(cache.add(), 1, stream);  // writes the table
+  stage.synchronize();
+  const auto pages = cache.ledger().pages(next, 0);
+  REQUIRE(pages.size() == 2);
+  const std::int32_t* const row = cache.layer(0).page_table + 2 * cache.slot(next);
+  CHECK(std::equal(pages.begin(), pages.end(), row));
+}
+
 TEST_CASE("partial reads return the asked rows through any strides") {
   KvCacheSpec spec;
   spec.dtype = DType::f32;
