@@ -379,6 +379,33 @@ TEST_CASE("a message of another group is an error, whether or not both are at th
   }
 }
 
+TEST_CASE("a header is refused for any one thing that differs, with words for it") {
+  const std::vector<std::int64_t> positions{5, 6}, others{5, 7};
+  const auto header = [](std::uint64_t count, const std::vector<std::int64_t>& at, std::uint32_t tokens,
+                         std::uint32_t sender) {
+    return ExchangeHeader{exchange_epoch(count, at.data(), 2), tokens, sender};
+  };
+  const ExchangeHeader own = header(7, positions, 2, 0);
+  CHECK_NOTHROW(check_exchange_header(1, header(7, positions, 2, 1), own));
+  using Catch::Matchers::ContainsSubstring;
+  CHECK_THROWS_WITH(check_exchange_header(1, header(7, positions, 2, 2), own),
+                    ContainsSubstring("the place of group rank 1 names rank 2"));
+  CHECK_THROWS_WITH(check_exchange_header(1, header(8, positions, 2, 1), own),
+                    ContainsSubstring("says step 8, 2 tokens") && ContainsSubstring("expected step 7"));
+  CHECK_THROWS_WITH(check_exchange_header(1, header(7, others, 2, 1), own),
+                    ContainsSubstring("positions of hash"));
+  CHECK_THROWS_WITH(check_exchange_header(1, header(7, positions, 3, 1), own),
+                    ContainsSubstring("says step 7, 3 tokens") && ContainsSubstring("expected step 7, 2"));
+}
+
+TEST_CASE("the tag of a row depends on its position and on the number of tokens") {
+  const std::vector<std::int64_t> positions{5, 6};
+  const std::uint32_t tag = exchange_row_tag(positions.data(), 0, 2);
+  CHECK(exchange_row_tag(positions.data(), 1, 2) != tag);
+  CHECK(exchange_row_tag(positions.data(), 0, 3) != tag);
+  CHECK(exchange_row_tag(nullptr, 0, 2) != exchange_row_tag(nullptr, 0, 3));
+}
+
 TEST_CASE("groups begin with counts that differ, and whose parity is the same") {
   for (int group = 0; group < 256; ++group) {
     CHECK(first_exchange_count(group) % 2 == 0);
@@ -416,7 +443,10 @@ TEST_CASE(
                 layout.begin({.index = i, .first_token = part.begin, .tokens = part.size()});
             REQUIRE(begin % 256 == 0);
             REQUIRE(begin >= end);
-            end = begin + kvp * ExchangeMessage(part.size(), heads / kvp, dim, 4).message_bytes;
+            const ExchangeMessage message(part.size(), heads / kvp, dim, 4);
+            REQUIRE(message.out_begin % ExchangeMessage::kAlignment == 0);
+            REQUIRE(message.head_bytes % ExchangeMessage::kAlignment == 0);
+            end = begin + kvp * message.message_bytes;
           }
           REQUIRE(end <= layout.total_bytes());
         }
@@ -467,6 +497,9 @@ TEST_CASE("messages come from the communicator where it brings memory, and what 
     const auto stream = backend.create_stream();
     const Attended attended(0, comm.rank(), 2, 4, 8);
     const auto received = exchange.exchange(attended.view, nullptr, stream);
+    expect(exchange.exchange(attended.view, nullptr, stream).out.data() == received.out.data(),
+           "the same memory in each step");
+    expect(backend.comms().kvp->windows == 1, "no second window");
     backend.synchronize(stream);
     for (std::int64_t r = 0; r < 2; ++r)
       for (std::int64_t t = 0; t < 2; ++t)
@@ -496,6 +529,17 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
     null_lse.view.lse = {nullptr, {2, 2}};
     expect(code(null_out) == ErrorCode::invalid_argument, "no outputs");
     expect(code(null_lse) == ErrorCode::invalid_argument, "no lse");
+    Attended few_tokens(0, 0, 2, 2, 4), few_heads(0, 0, 2, 2, 4);
+    few_tokens.view.lse = {few_tokens.view.lse.data(), {1, 2}};
+    few_heads.view.lse = {few_heads.view.lse.data(), {2, 1}};
+    expect(code(few_tokens) == ErrorCode::invalid_argument, "lse of fewer tokens");
+    expect(code(few_heads) == ErrorCode::invalid_argument, "lse of fewer heads");
+    try {
+      Exchange(backend, {.max_tokens = 4, .num_query_heads = 3, .value_dim = 4});
+      throw std::runtime_error("3 heads were taken for 2 ranks");
+    } catch (const Error& error) {
+      expect(error.code() == ErrorCode::invalid_argument, "heads that KVP does not divide");
+    }
     expect(code(good, static_cast<LseConvention>(9)) == ErrorCode::invalid_argument, "no convention");
     const auto slice_code = [&](const ExchangeSlice& slice) {
       try {
@@ -531,6 +575,14 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
     backend.synchronize(stream);
   }));
   CpuBackend backend;
+  {
+    const Attended attended(0, 0, 2, 2, 4);
+    const auto stream = backend.create_stream();
+    Exchange alone(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4});
+    CHECK_NOTHROW(alone.exchange(attended.view, nullptr, stream));
+    CHECK_THROWS_AS(alone.exchange(attended.view, nullptr, stream, LseConvention::base2), Error);
+    CHECK_THROWS_AS(alone.outgoing({.tokens = 2}, nullptr), Error);
+  }
   CHECK_THROWS_AS(Exchange(backend, {.max_tokens = 4, .num_query_heads = 0, .value_dim = 4}), Error);
   CHECK_THROWS_AS(Exchange(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4, .max_slices = 0}),
                   Error);

@@ -272,6 +272,10 @@ TEST_CASE("nothing to combine is no error and touches nothing") {
   args.partial_lse = {nullptr, {4, 0, 6}};
   args.out = {nullptr, {0, 6, 16}};
   CHECK_NOTHROW(lse_combine(backend, args, stream));
+  args.partial_out = {nullptr, {4, 6, 0, 16}};
+  args.partial_lse = {nullptr, {4, 6, 0}};
+  args.out = {nullptr, {6, 0, 16}};
+  CHECK_NOTHROW(lse_combine(backend, args, stream));
   CHECK_NOTHROW(backend.synchronize(stream));
 }
 

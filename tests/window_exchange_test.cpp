@@ -17,6 +17,8 @@
 namespace helix::test {
 namespace {
 
+constexpr std::uint32_t kNobodyGaveUp = 0;
+
 /// The window parts of all ranks, one after another; shared by threads.
 struct HostWindow {
   std::shared_ptr<std::vector<std::byte>> memory;
@@ -24,7 +26,7 @@ struct HostWindow {
 
   std::byte* part(int rank) const { return memory->data() + rank * stride; }
   std::int64_t stride_bytes() const { return stride; }
-  const std::uint32_t* gave_up() const { return nullptr; }
+  const std::uint32_t* gave_up() const { return &kNobodyGaveUp; }
 };
 
 /// A line of LineRows as it lies in memory.
@@ -185,6 +187,8 @@ std::vector<float> combine(Backend& backend, KvpAllToAll<Backend>& exchange, std
   const Attended attended(backend.comms().kvp->rank(), tokens, heads, dim);
   std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens), 5);
   std::vector<float> combined(static_cast<std::size_t>(tokens * heads / kvp * dim));
+  std::vector<float> sinks;
+  for (std::int64_t h = 0; h < heads / kvp; ++h) sinks.push_back(static_cast<float>(h) - 0.5f);
   const auto stream = backend.create_stream();
   for (int round = 0; round < rounds; ++round) {
     const auto messages = exchange.outgoing({.tokens = tokens, .value_dim = value_dim}, positions.data());
@@ -196,7 +200,8 @@ std::vector<float> combine(Backend& backend, KvpAllToAll<Backend>& exchange, std
       }
     }
     if (messages.target.headers.message != nullptr) backend.stamp(messages.target.headers, stream);
-    exchange.exchange_and_combine(messages, nullptr, {combined.data(), {tokens, heads / kvp, dim}}, stream);
+    exchange.exchange_and_combine(messages, sinks.data(), {combined.data(), {tokens, heads / kvp, dim}},
+                                  stream);
     backend.synchronize(stream);
   }
   return combined;
@@ -268,8 +273,12 @@ TEST_CASE("steps of few bytes combine as lines, among others, to the bits of mes
         KvpAllToAll<LineBackend> exchange(lined, spec);
         const auto are_lines = [&](std::int64_t tokens, std::int64_t value_dim) {
           const std::vector<std::int64_t> positions(9);
-          return exchange.outgoing({.tokens = tokens, .value_dim = value_dim}, positions.data())
-                     .target.lines.rows.out != nullptr;
+          const auto target =
+              exchange.outgoing({.tokens = tokens, .value_dim = value_dim}, positions.data()).target;
+          if (target.lines.rows.out == nullptr) return false;
+          if (target.lines.gave_up != &kNobodyGaveUp)
+            throw Error(ErrorCode::internal, "lines without the window's word on ranks that gave up");
+          return true;
         };
         for (const std::int64_t tokens : {1, 9, 2, 1}) {
           for (const std::int64_t columns : {dim, std::int64_t{4}, std::int64_t{3}}) {
@@ -286,6 +295,30 @@ TEST_CASE("steps of few bytes combine as lines, among others, to the bits of mes
         if (messages.outgoing({.tokens = 1}, nullptr).target.lines.rows.out != nullptr)
           throw Error(ErrorCode::internal, "lines that the spec does not want");
       }));
+    }
+  }
+}
+
+TEST_CASE("what lies in a window lies apart, for both slots of every sender, and inside it") {
+  for (const std::int64_t peers : {2, 3, 8}) {
+    for (const std::int64_t dim : {1, 6, 64, 512}) {
+      for (const std::int64_t tokens : {1, 5, 32}) {
+        for (const std::int64_t most_line_bytes : {0, 4000, 1 << 20}) {
+          CAPTURE(peers, dim, tokens, most_line_bytes);
+          const KvpAllToAllSpec spec{.max_tokens = tokens, .num_query_heads = 3 * peers, .value_dim = dim};
+          const WindowLayout layout(spec, peers, 2, most_line_bytes);
+          const std::int64_t lines = layout.line_tokens;
+          CHECK(layout.heads == 3);
+          CHECK(layout.lse_begin >= static_cast<std::int64_t>(sizeof(ExchangeHeader)));
+          CHECK(layout.out_begin >= layout.lse_begin + tokens * 4);
+          CHECK(layout.line_out_begin >= layout.out_begin + tokens * dim * 2);
+          CHECK(layout.line_token_bytes >= dim * 2 / kExchangeLineDataBytes * kExchangeLineBytes);
+          CHECK(layout.line_lse_begin >= layout.line_out_begin + lines * layout.line_token_bytes);
+          CHECK(layout.sender_bytes >= layout.line_lse_begin + lines * kExchangeLineBytes);
+          CHECK(layout.slot_bytes >= peers * layout.sender_bytes);
+          CHECK(layout.head_bytes(layout.total_bytes) >= 2 * layout.slot_bytes);
+        }
+      }
     }
   }
 }
