@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <string_view>
 #include <utility>
@@ -225,6 +226,12 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
         embed_tokens(backend, topo, &id, whole, TensorView<float, 2>(nullptr, {1, kHidden}), stream);
       },
       "embed_tokens: out is null");
+  says(
+      [&] {
+        embed_tokens(backend, topo, &id, whole,
+                     TensorView<float, 2>(hidden.data(), {2, kHidden}, {kHidden + 1, 1}), stream);
+      },
+      "embed_tokens: out is [2, 24] with strides [25, 1]");
   using Head = VocabularyHead<LocalBackend>;
   says([&] { Head(backend, of_two, norm, whole, 1e-5f); },
        "VocabularyHead: the stage communicator has 1 ranks");
@@ -268,6 +275,15 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
        "VocabularyHead::sample: the logits are [1, 1, 3]; they must be [1, rows, ");
   says([&] { head.sample(all, nullptr, nullptr, nullptr, stream); },
        "VocabularyHead::sample: tokens is null");
+  const SamplingConfig random{.temperature = 1.0f};
+  says([&] { head.sample(all, &random, nullptr, &token, stream); },
+       "VocabularyHead::sample: counters is null");
+  const auto small = failure_of([&] {
+    head.logits(out, nullptr, &id, 1, {workspace.data(), Head::workspace_bytes(topo, 1) - 1}, stream);
+  });
+  REQUIRE(small);
+  CHECK(small->code == ErrorCode::capacity);
+  CHECK(small->says("size it with VocabularyHead::workspace_bytes()"));
   const VocabularyHead<LocalBackend>::Logits nothing(nullptr, {all.extent(0), all.extent(1), all.extent(2)});
   says([&] { head.sample(nothing, nullptr, nullptr, &token, stream); }, "VocabularyHead: the logits is null");
   says([&] { head.norms(all, nullptr, stream); }, "VocabularyHead::norms: norms is null");
@@ -302,6 +318,24 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
   says([&] { logits(out, &id, 1); }, "VocabularyHead: this object was moved from");
   says([&] { head.sample(all, nullptr, nullptr, &token, stream); },
        "VocabularyHead: this object was moved from");
+}
+
+TEST_CASE(
+    "a sampling config is refused for a number out of range or NaN, and taken at the ends of the range") {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float nan = std::nanf("");
+  for (const SamplingConfig& config :
+       {SamplingConfig{}, SamplingConfig{.temperature = std::numeric_limits<float>::max()},
+        SamplingConfig{.top_p = 1e-30f}, SamplingConfig{.top_p = 1.0f}, SamplingConfig{.min_p = 0.0f},
+        SamplingConfig{.min_p = 1.0f}, SamplingConfig{.top_k = 0}})
+    CHECK_NOTHROW(check_sampling(config));
+  for (const float wrong : {-1e-30f, kInfinity, nan})
+    CHECK_THROWS_WITH(check_sampling({.temperature = wrong}), Catch::Matchers::StartsWith("temperature is "));
+  for (const float wrong : {0.0f, -1.0f, 1.0000001f, nan})
+    CHECK_THROWS_WITH(check_sampling({.top_p = wrong}), Catch::Matchers::StartsWith("top_p is "));
+  for (const float wrong : {-1e-30f, 1.0000001f, nan})
+    CHECK_THROWS_WITH(check_sampling({.min_p = wrong}), Catch::Matchers::StartsWith("min_p is "));
+  CHECK_THROWS_WITH(check_sampling({.top_k = -1}), Catch::Matchers::StartsWith("top_k is -1"));
 }
 
 }  // namespace helix::test
