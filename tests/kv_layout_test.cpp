@@ -156,7 +156,30 @@ TEST_CASE("few tokens in chunks of any size lie on the first rank") {
   }
 }
 
+TEST_CASE("a query sees the tokens of its window, or all up to itself, where each rank has them") {
+  for (const auto& [kvp, chunk] : {std::pair{1, 4}, std::pair{2, 1}, std::pair{3, 4}}) {
+    const KvLayout layout(kvp, chunk);
+    for (const std::int64_t window : {0, 1, 2, 5, 40}) {
+      for (std::int64_t position = -1; position < 30; ++position) {
+        for (std::int64_t rank = 0; rank < kvp; ++rank) {
+          CAPTURE(kvp, chunk, window, position, rank);
+          std::int64_t hidden = 0;  // this rank's tokens before the window
+          std::int64_t seen = 0;
+          for (std::int64_t p = 0; p <= position; ++p) {
+            if ((p / chunk) % kvp != rank) continue;
+            const bool is_hidden = window > 0 && p <= position - window;
+            ++(is_hidden ? hidden : seen);
+          }
+          CHECK(layout.visible(position, window, rank) == TokenRange{hidden, hidden + seen});
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("no tokens, or fewer than none, are no tokens") {
+  CHECK(KvLayout(1, 16).length(-1, 0) == 0);
+  CHECK(KvLayout(1, 16).length(std::numeric_limits<std::int64_t>::min(), 0) == 0);
   const KvLayout layout(4, 16);
   for (std::int64_t r = 0; r < 4; ++r) {
     CHECK(layout.length(0, r) == 0);
@@ -166,6 +189,11 @@ TEST_CASE("no tokens, or fewer than none, are no tokens") {
     layout.for_each_owned_range({64, 64}, r, [&](TokenRange, std::int64_t) { ++visits; });
     CHECK(visits == 0);
   }
+}
+
+TEST_CASE("a layout that nobody has given says so") {
+  CHECK_FALSE(KvLayout::unset().is_set());
+  CHECK(KvLayout(1, 1).is_set());
 }
 
 TEST_CASE("the layout is usable in constant expressions and refuses sizes out of range") {
