@@ -443,6 +443,11 @@ TEST_CASE("an error names the nearest legal topologies") {
     CAPTURE(what);
     CHECK(contains(what, "Nearest legal with N = 8: KVP 8 x TPA 1"));
   }
+  SECTION("the smaller of two that are equally near") {
+    const std::string what = error_of([] { Topology(widths(6, 1), dense_shape(16, 4)); });
+    CAPTURE(what);
+    CHECK(contains(what, "Nearest legal with N = 4: "));
+  }
   SECTION("MLA") {
     const std::string what = error_of([] { Topology(widths(1, 8, 1, 8), mla_shape()); });
     CAPTURE(what);
@@ -499,8 +504,12 @@ TEST_CASE("a world of another size is refused with the product") {
   CHECK_NOTHROW(Topology(widths(2, 2, 0, 1, 2, 3), shape, 24));
   CHECK(contains(error_of([&] { Topology(widths(2, 2, 0, 1, 2, 3), shape, 25); }), "the world has 25 ranks"));
   CHECK(error_of([&] { Topology(widths(2, 2, 0, 1, 2, 3), shape, 16); }).ends_with("set DP to 2"));
-  CHECK(contains(error_of([&] { Topology(widths(2, 2), shape, 0); }), "the world has 0 ranks"));
-  CHECK(contains(error_of([&] { Topology(widths(2, 2), shape, -4); }), "the world has -4 ranks"));
+  for (const int world : {0, -4}) {
+    const std::string what = error_of([&] { Topology(widths(2, 2), shape, world); });
+    CAPTURE(what);
+    CHECK(contains(what, "the world has " + std::to_string(world) + " ranks"));
+    CHECK(what.ends_with("start DP * PP * N ranks, or change the widths"));
+  }
 }
 
 TEST_CASE("absent parts of a model have no rules") {
@@ -533,6 +542,16 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
     CHECK(contains(error_of([&] { Topology(spec, good); }), "Nearest legal with N = ") != has_legal_grid);
     CHECK_THROWS_AS(Topology(spec, good, 4), Error);
   }
+  const auto says = [&](const TopologySpec& spec, const char* words) {
+    const std::string what = error_of([&] { Topology(spec, good); });
+    CAPTURE(what);
+    CHECK(contains(what, words));
+  };
+  says(widths(2, 2, -4, 1), "TPF is -4; it must be at least 1");
+  says(widths(2, 2, 0, 3), "is not a multiple of EP 3, so no TPF gives TPF * EP == N");
+  // 2^62 ranks a stage, whose product with PP overflows.
+  says(widths(1 << 30, 1 << 30, 0, 1, 16), "exceeds 65536 ranks");
+  says(widths(2, 2, 0, 1, 1 << 15), "exceeds 65536 ranks");
   const std::int64_t huge = std::numeric_limits<std::int64_t>::max();
   const std::int64_t smallest = std::numeric_limits<std::int64_t>::min();
   const auto refused = [&](const char* name, std::int64_t& (*size_of)(ModelShape&), std::int64_t value) {
@@ -604,6 +623,21 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
   ModelShape few_experts = moe_shape(16, 8, 8);
   few_experts.moe->top_k = 9;
   CHECK(contains(error_of([&] { Topology(widths(1, 1), few_experts); }), "top_k is 9; it has 8 experts"));
+  few_experts.moe->top_k = 8;
+  CHECK_NOTHROW(Topology(widths(1, 1), few_experts));
+  ModelShape widest = moe_shape(16, 8, 8);
+  widest.hidden = helix::kMaxWidth;
+  CHECK_NOTHROW(Topology(widths(1, 1), widest));
+  ++widest.hidden;
+  CHECK(
+      contains(error_of([&] { Topology(widths(1, 1), widest); }), "hidden is 16777217; it must be in [1, "));
+  // 2048 query heads of 2^19 + 2^19 columns are the most that a row may have.
+  ModelShape long_rows = dense_shape(2048, 8);
+  long_rows.head_dim = long_rows.value_dim = helix::kMaxRowElements / 2048 / 2;
+  CHECK_NOTHROW(Topology(widths(1, 1), long_rows));
+  ++long_rows.value_dim;
+  CHECK(contains(error_of([&] { Topology(widths(1, 1), long_rows); }),
+                 "is 2147485696; it must be at most 2147483648"));
   ModelShape endless = moe_shape(16, 8, 8);
   endless.moe->layer_stride = 0;
   CHECK(contains(error_of([&] { Topology(widths(1, 1), endless); }), "layer_stride is 0"));
@@ -611,6 +645,9 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
   other_latent.mla->qk_rope_head_dim = 32;
   CHECK(contains(error_of([&] { Topology(widths(1, 1), other_latent); }),
                  "kv_lora_rank + qk_rope_head_dim = 544"));
+  ModelShape other_value = mla_shape();
+  other_value.value_dim = 256;
+  CHECK(contains(error_of([&] { Topology(widths(1, 1), other_value); }), "value_dim 256; they must be"));
   ModelShape split_latent = mla_shape();
   split_latent.num_kv_heads = 2;
   CHECK(contains(error_of([&] { Topology(widths(1, 1), split_latent); }), "the latent is one KV head"));
@@ -697,4 +734,10 @@ TEST_CASE("the grid prints one line a rank, and tpf is filled in") {
   CHECK(std::count(text.begin(), text.end(), '\n') == 2 + 4 + 4);
   CHECK(contains(text, "KVP 2 x TPA 2, TPF 2 x EP 2, PP 2, DP 2: 4 ranks a stage, 16 in the world"));
   CHECK(contains(text, "replica 1, stage 1: world ranks [12, 16), layers [7, 13)"));
+  // All stages up to 64 are listed, of more only their number.
+  ModelShape shape = dense_shape(16, 8);
+  shape.num_layers = 65;
+  CHECK_FALSE(contains(Topology(widths(1, 1, 0, 1, 64), shape).to_string(), "more"));
+  CHECK(contains(Topology(widths(1, 1, 0, 1, 65), shape).to_string(),
+                 "stage 63: world ranks [63, 64), layers [63, 64)\nand 1 more stages\n"));
 }

@@ -118,7 +118,7 @@ inline bool widths_are_sound(const TopologySpec& spec, std::vector<std::string>&
 /// Adds what is wrong with the number of ranks, of a stage and of the job, to `found`.
 inline void add_size_violations(const TopologySpec& spec, std::vector<std::string>& found) {
   const std::int64_t n = stage_size_of(spec);
-  if (n > kMaxRanks || n * spec.pp > kMaxRanks || n * spec.pp > kMaxRanks / spec.dp) {
+  if (n > kMaxRanks || n * spec.pp > kMaxRanks / spec.dp) {
     found.push_back(message({"KVP ", spec.kvp, " * TPA ", spec.tpa, " * PP ", spec.pp, " * DP ", spec.dp,
                              " exceeds ", kMaxRanks, " ranks, the most of a job"}));
   }
