@@ -97,6 +97,30 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
   }
 }
 
+TEST_CASE("a page of elements that are no whole bytes takes the byte that it ends in") {
+  const Model model = model_preset("llama-3.1-8b");  // 2 * 8 * 128 elements a token
+  helix::ModelShape narrow = model.shape;
+  narrow.num_kv_heads = narrow.num_query_heads = 1;
+  narrow.head_dim = narrow.value_dim = 3;  // 6 elements a token
+  const Topology topology({}, narrow);
+  CHECK(kv_page_bytes(topology, 0, {.element_bits = 1, .num_layers = 1, .page_tokens = 1}) == 1);
+  CHECK(kv_page_bytes(topology, 0, {.element_bits = 3, .num_layers = 1, .page_tokens = 1}) == 3);  // 18 bits
+  CHECK(kv_page_bytes(topology, 0, {.element_bits = 4, .num_layers = 2, .page_tokens = 3}) == 2 * 9);
+}
+
+TEST_CASE("the memory of a pipeline is that of the stage that holds most") {
+  Model model = model_preset("llama-3.1-8b");
+  model.shape.num_layers = 3;  // 2 and 1
+  model.shape.vocab = 0;
+  const Workload workload{.context = tokens(1000), .batch = 2};
+  Model of_two = model;
+  of_two.shape.num_layers = 2;
+  const RankMemoryPlan both = plan_memory(model, {}, {.pp = 2}, workload);
+  const RankMemoryPlan first = plan_memory(of_two, {}, {}, workload);
+  CHECK(both.weights == first.weights);
+  CHECK(both.kv == first.kv);
+}
+
 TEST_CASE("the plan of a Helix layout counts the same pages") {
   const Model model = model_preset("llama-3.1-405b");
   const Layout layout{.kvp = 8, .tpa = 8, .tpf = 64};
@@ -234,6 +258,19 @@ TEST_CASE("baselines keep their own rules") {
   tp.tpa = tp.tpf = 12;
   CHECK_FALSE(is_legal(tp, llama));
   CHECK(violations(tp, llama).size() == 3);  // query heads, KV heads, FFN
+  tp.tpa = tp.tpf = 8;
+  tp.pp = static_cast<int>(llama.shape.num_layers);
+  CHECK(is_legal(tp, llama));
+  ++tp.pp;
+  CHECK_FALSE(is_legal(tp, llama));
+  // The shared expert stays with the 2 ranks that attend to a token; routed ones go over all 4.
+  Model narrow = deepseek;
+  narrow.shape.moe->shared_ffn = 2;
+  Layout few = layout(Strategy::data_parallel_attention);
+  few.attn_dp = few.tpa = few.tpf = few.ep = 2;
+  CHECK(is_legal(few, narrow));
+  narrow.shape.moe->shared_ffn = 3;
+  CHECK_FALSE(is_legal(few, narrow));
 
   Layout dp = layout(Strategy::data_parallel_attention);
   dp.attn_dp = 64;

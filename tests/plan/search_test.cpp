@@ -92,9 +92,92 @@ TEST_CASE("every candidate is legal, fits, meets the limit and is timed as expla
     CHECK(candidate.totals.tokens_per_gpu() <= result.candidates[*result.best].totals.tokens_per_gpu());
   }
   space.objective = Objective::latency;
+  // What takes exactly as long as the limit meets it.
+  space.ttl_limit = result.candidates[*result.best].totals.ttl;
+  CHECK(search(model, workload, space).candidates.size() >= 1);
+  space.ttl_limit = milliseconds(40);
   const SearchResult fastest = search(model, workload, space);
   for (const Candidate& candidate : fastest.candidates) {
     CHECK(candidate.totals.ttl >= fastest.candidates[*fastest.best].totals.ttl);
+  }
+}
+
+TEST_CASE("no stage is without a layer, and what has nothing to slice is tried once whatever the slices") {
+  Model short_model = model_preset("llama-3.1-8b");
+  short_model.shape.num_layers = 2;
+  const StepModel model(short_model, {}, hardware_preset("h200"));
+  const Workload workload{.context = tokens(1e4)};
+  const SearchResult result = search(model, workload, {.max_gpus = 8, .max_batch = 2});
+  REQUIRE_FALSE(result.candidates.empty());
+  for (const Candidate& candidate : result.candidates) CHECK(candidate.layout.pp <= 2);
+  const auto evaluated = [&](Strategy strategy, const std::vector<int>& slices) {
+    return search(model, workload,
+                  {.max_gpus = 2,
+                   .gpu_counts = {2},
+                   .batches = {4},
+                   .strategies = {strategy},
+                   .pipeline_stages = {1},
+                   .hop_b_slices = slices})
+        .counts.evaluated;
+  };
+  CHECK(evaluated(Strategy::tensor_parallel, {1, 2, 4}) == evaluated(Strategy::tensor_parallel, {1}));
+  // KVP 2 with each number of slices, and KVP 1, which has none.
+  CHECK(evaluated(Strategy::helix, {1, 2, 4}) == 4);
+}
+
+TEST_CASE("each loser is the nearest of its kind to winning, and its excess is GPU time a token") {
+  const StepModel model(model_preset("llama-3.1-405b"), kFp4, hardware_preset("gb200"));
+  const Workload workload{.context = tokens(1e6)};
+  const auto of = [](SearchSpace space, Strategy strategy) {
+    space.strategies = {strategy};
+    return space;
+  };
+  SECTION("the least memory") {
+    const SearchSpace space{.max_gpus = 16, .batches = {32, 16}, .pipeline_stages = {1}};
+    const SearchResult result = search_or_throw(model, workload, space);
+    int by_memory = 0;
+    for (const Loss& loss : explain_losses(model, workload, space, result)) {
+      if (loss.reason != LossReason::memory) continue;
+      ++by_memory;
+      INFO(loss.text);
+      CHECK(loss.memory.total() == search(model, workload, of(space, loss.layout.strategy)).least_memory);
+    }
+    CHECK(by_memory > 0);
+  }
+  SECTION("the least time") {
+    SearchSpace space{.max_gpus = 64, .gpu_counts = {64}, .batches = {2, 1}, .objective = Objective::latency};
+    const SearchResult fastest = search_or_throw(model, workload, space);
+    space.ttl_limit = fastest.candidates[*fastest.best].totals.ttl;  // which the winner meets alone
+    const SearchResult result = search_or_throw(model, workload, space);
+    int by_ttl = 0;
+    for (const Loss& loss : explain_losses(model, workload, space, result)) {
+      if (loss.reason != LossReason::ttl || loss.layout.strategy == Strategy::helix) continue;
+      ++by_ttl;
+      INFO(loss.text);
+      SearchSpace own = of(space, loss.layout.strategy);
+      own.ttl_limit.reset();
+      const SearchResult alone = search_or_throw(model, workload, own);
+      CHECK(loss.totals.ttl == alone.candidates[*alone.best].totals.ttl);
+    }
+    CHECK(by_ttl > 0);
+  }
+  SECTION("the same layout with another batch") {
+    const SearchSpace space{.max_gpus = 8,
+                            .gpu_counts = {8},
+                            .batches = {1, 2},
+                            .strategies = {Strategy::tensor_parallel},
+                            .pipeline_stages = {1}};
+    const StepModel dense(model_preset("llama-3.1-405b"), kFp4, hardware_preset("roofline-8000"));
+    const SearchResult result = search_or_throw(dense, {.context = tokens(1e4)}, space);
+    const StepTotals& winner = result.candidates[*result.best].totals;
+    REQUIRE(winner.batch == 2);
+    const std::vector<Loss> losses = explain_losses(dense, {.context = tokens(1e4)}, space, result);
+    REQUIRE(losses.size() == 1);
+    CHECK(losses.front().batch == 1);
+    CHECK(losses.front().layout == result.candidates[*result.best].layout);
+    const auto cost = static_cast<std::size_t>(losses.front().cost);
+    CHECK(in_microseconds(losses.front().excess) ==
+          Approx(8 * in_microseconds(losses.front().totals.by_cost[cost] - winner.by_cost[cost] / 2)));
   }
 }
 
@@ -240,6 +323,8 @@ TEST_CASE("where no layout is legal the error names the GPUs asked for and the n
   says({.max_gpus = 2, .strategies = helix, .pipeline_stages = {4}},
        "is legal on powers of two up to 2 GPUs with the strategies and widths asked for: the nearest number "
        "that has one is 4");
+  says({.max_gpus = 1, .gpu_counts = {1}, .strategies = {Strategy::medha}, .pipeline_stages = {1}},
+       "has one is 2");
   says({.max_gpus = 8, .pipeline_stages = {3}}, "no number near has one; ask for other strategies or stages");
 }
 

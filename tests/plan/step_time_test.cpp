@@ -66,6 +66,7 @@ TEST_CASE("a step is the sum of its operators, and of its costs") {
         Time operators;
         for (const OperatorTime& op : report.operators) {
           operators += op.exposed();
+          REQUIRE(op.count > 0);
           REQUIRE(op.time >= op.overhead);
           REQUIRE(op.hidden <= op.time);
         }
@@ -244,6 +245,7 @@ TEST_CASE("an uneven pipeline waits for its longest stage") {
   const Time way = embedding + layer * 5 + head + microseconds(1.2 + 2 * 4096 * 2 / 379e3);
   CHECK(in_microseconds(find(report, Operator::pipeline_wait).time) ==
         Approx(in_microseconds(longest * 2 - way)).epsilon(1e-9));
+  CHECK(find(report, Operator::pipeline_wait).overhead == Time{});  // nobody works meanwhile
 }
 
 TEST_CASE("replicas share the batch") {
@@ -270,7 +272,43 @@ TEST_CASE("experts: expectation by its formula, the worst case never less") {
     const double hits = 256 * (1 - std::pow(1 - 8.0 / 256, batch)) / 16;
     const double pairs = static_cast<double>(batch) * 8 / 16;
     CHECK(expected == Approx((hits * 7168 * 512 + pairs * (7168 + 512)) / 2));
+    // Weights that are read count once a pair in the multiplications, not once a token.
+    workload.expert_hits = ExpertHits::expectation;
+    const StepReport report = step.explain(layout, workload);
+    CHECK(in_flops(find(report, Operator::experts_down, true).flops) == Approx(2 * pairs * 7168 * 512));
+    CHECK(in_flops(find(report, Operator::experts_gate_up, true).flops) == Approx(4 * pairs * 7168 * 512));
   }
+}
+
+TEST_CASE("a product of many rows takes two flops for each of its weights and rows") {
+  Hardware hardware = hardware_preset("h200");
+  hardware.peaks = {{16, teraflops_per_second(790)}};
+  const StepModel step(model_preset("llama-3.1-8b"), {}, hardware);
+  const StepReport report = step.explain({}, {.context = tokens(1000), .batch = 4096});
+  const OperatorTime& head = find(report, Operator::lm_head);
+  CHECK(in_flops(head.flops) == 2.0 * 4096 * 128256 * 4096);
+  CHECK(head.bound == Bound::compute);
+  CHECK(in_microseconds(head.time - head.overhead) == Approx(2.0 * 4096 * 128256 * 4096 / 790e6));
+}
+
+TEST_CASE("queries without a LoRA, and a vocabulary that the ranks do not divide, by hand") {
+  Model model = model_preset("deepseek-v2-lite");
+  model.shape.vocab = 1001;
+  const StepModel step(model, {}, hardware_preset("gb200"));
+  const StepReport report = step.explain({.kvp = 2, .tpf = 2}, {.context = tokens(1000), .batch = 3});
+  const double qkv = 2048 * 16 * 192 + 2048 * 576 + 16 * 128 * 512;
+  CHECK(in_bytes(find(report, Operator::qkv_projection).bytes) ==
+        Approx(2 * qkv + 2 * 3 * (2048 + 16 * 576 + 576)));
+  CHECK(in_bytes(find(report, Operator::lm_head).bytes) == Approx(2 * 501 * 2048 + 2 * 3 * (2048 + 501)));
+}
+
+TEST_CASE("a batch has no more slices than sequences, and a part of a token is read like a token") {
+  const StepModel step(model_preset("llama-3.1-405b"), {}, hardware_preset("gb200"));
+  const Layout layout{.kvp = 4, .tpa = 8, .tpf = 32, .hop_b_slices = 8};
+  CHECK(step.evaluate(layout, {.context = tokens(1e5), .batch = 2}).hop_b_slices == 2);
+  CHECK(step.evaluate(layout, {.context = tokens(1e5), .batch = 9}).hop_b_slices == 8);
+  CHECK(step.evaluate({}, {.context = tokens(1000.5)}).ttl ==
+        step.evaluate({}, {.context = tokens(1001)}).ttl);
 }
 
 TEST_CASE("the worst case of experts is bounded by what a rank holds and by what tokens choose") {
@@ -296,6 +334,12 @@ TEST_CASE("exchange and combine by hand") {
   // 16 heads of 128 bf16 values and an f32 LSE; after the exchange, 4 partials of 4 heads.
   CHECK(in_bytes(find(helix, Operator::kvp_exchange).bytes) == 6 * 16 * (128 * 2 + 4));
   CHECK(in_microseconds(find(helix, Operator::kvp_exchange).time) == Approx(1 + 0.75 * 6 * 16 * 260 / 900e3));
+  // Ranks of a KVP group are 8 apart: with domains of 8 ranks, each lies in its own.
+  Hardware small_domains = hardware_preset("gb200");
+  small_domains.nvlink_domain = 8;
+  const StepModel spread(step.model(), {}, small_domains);
+  const StepReport far = spread.explain({.kvp = 4, .tpa = 8, .tpf = 32, .hop_b_slices = 1}, workload);
+  CHECK(in_microseconds(find(far, Operator::kvp_exchange).time) == Approx(5 + 0.75 * 6 * 16 * 260 / 50e3));
   CHECK(in_bytes(find(helix, Operator::lse_combine).bytes) == 6 * 4 * (5 * 128 * 2 + 4 * 4));
   CHECK(in_bytes(find(helix, Operator::attention_all_reduce).bytes) == 6 * 16384 * 2);
   Layout medha;
