@@ -548,5 +548,36 @@ TEST_CASE("A rank that leaves out a step is out of step, not a wrong result") {
   }
 }
 
+TEST_CASE("A rank that takes one token for another position is out of step, in whatever slice it is") {
+  const oracle::Layer layer = random_layer({}, 8);
+  Script script;
+  script.sequences = 3;
+  for (std::uint32_t s = 0; s < 2; ++s)
+    script.steps.push_back({{1, 1, 1}, {0, 0, 0}, RandomMatrices(s).vector(3 * layer.hidden, 1.0)});
+  const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
+  for (const int slices : {1, 3}) {
+    for (const std::size_t token : {0u, 1u, 2u}) {
+      const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
+        auto backend = make_backend<CpuBackend>(topo, comm);
+        LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = slices});
+        rank.run(script.steps[0]);
+        rank.prepare(script.steps[1]);
+        if (comm.rank() == 3) {
+          backend.synchronize(rank.stream());
+          const Batch batch = rank.batch().batch();
+          std::vector<std::int64_t> positions(batch.positions, batch.positions + 3);
+          --positions[token];
+          const std::vector<std::int32_t> slots(batch.sequence_slots, batch.sequence_slots + 3);
+          rank.batch().set(std::vector<std::int32_t>{0, 1, 2, 3}, positions, slots, rank.stream());
+        }
+        rank.launch();
+        rank.finish(script.steps[1]);
+      });
+      CAPTURE(slices, token, outcomes.all_messages());
+      check_out_of_step(outcomes);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace helix::test
