@@ -2,8 +2,10 @@
 // Storage types: every bit pattern compared with values computed in double, and rounding compared with a
 // search for the nearest value.
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <random>
@@ -12,6 +14,7 @@
 
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
+#include <helix/mixed_row.hpp>
 
 #include "support/catch.hpp"
 
@@ -275,4 +278,19 @@ TEST_CASE("DType names, sizes and C++ types agree") {
   CHECK(helix::size_bytes(wild) == 0);
   CHECK(helix::to_string(wild) == "unknown");
   CHECK_THROWS_AS(helix::dispatch(wild, [](auto*) { return 0; }), helix::Error);
+}
+
+TEST_CASE("an infinity or a NaN in a mixed row leaves the other columns of its scale their values") {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const float wild : {kInfinity, -kInfinity, std::nanf("")}) {
+    CAPTURE(wild);
+    std::vector<float> values{1.0f, -2.0f, wild, 4.0f, 0.5f, -0.25f};  // 4 latent columns, 2 of rope
+    std::array<std::byte, 4 + sizeof(float)> latent{};
+    std::array<std::byte, 2 * sizeof(bf16)> rope{};
+    helix::store_mixed_row(values.data(), 6, 4, latent.data(), rope.data());
+    std::array<float, 6> loaded{};
+    helix::load_mixed_row(latent.data(), rope.data(), 6, 4, loaded.data());
+    // The largest finite value, 4, is stored as 448; the others are exact in e4m3 then too.
+    for (const std::size_t i : {0u, 1u, 3u, 4u, 5u}) CHECK(loaded[i] == values[i]);
+  }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // An unreadable KV view gives an Error that names the wrong field.
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -222,6 +223,11 @@ TEST_CASE(
        [](Attended& a) {
          a.positions[2] = 5;
          a.readable.pages[1] = 9;
+       }},
+      {"local token 0 of the sequence in slot 0 has page 4",  // the first of three pages that are read
+       [](Attended& a) {
+         std::fill(a.positions.begin(), a.positions.end(), 5);
+         a.readable.pages[0] = 4;
        }},
       {"local token 8 of the sequence in slot 0 is in page 4 of the sequence, whose row of the page table "
        "has 4",
