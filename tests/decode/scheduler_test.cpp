@@ -559,6 +559,21 @@ TEST_CASE("prompts wait up to a number of tokens, and what has joined or was can
   alone.take(uniform(7, 110));
 }
 
+TEST_CASE("100000 requests may wait, and no more", "[quick]") {
+  std::string events;
+  Scheduler scheduler(small_spec(), [&](std::string event) { events += event; });
+  ServeRequest request;
+  request.prompt = {1};
+  for (int i = 0; i < 100'000; ++i) {
+    request.id = std::to_string(i);
+    scheduler.take(request);
+  }
+  CHECK(events.empty());
+  request.id = "late";
+  scheduler.take(request);
+  CHECK(events.find("100000 requests wait already") != std::string::npos);
+}
+
 TEST_CASE("a request joins the replica with the fewest", "[quick]") {
   SchedulerSpec spec = small_spec();
   spec.num_replicas = 3;
@@ -619,6 +634,37 @@ TEST_CASE("a short request that ends early leaves its pages to the next", "[quic
   CHECK(decoder.ends.contains(first.id));
   decoder.step();
   CHECK(decoder.scheduler().stats().running == 1);
+}
+
+TEST_CASE("what an ended request reserved and did not use takes the cache of no other", "[quick]") {
+  Decoder decoder(five_pages_spec());
+  ServeRequest first = uniform(1, 20);  // reserves four pages of 24 tokens, and uses one
+  first.max_tokens = 60;
+  first.stop = {next_token(first.prompt)};
+  decoder.scheduler().take(first);
+  decoder.step();
+  decoder.step();
+  REQUIRE(decoder.ends.contains(first.id));
+  ServeRequest second = uniform(2, 20);
+  second.max_tokens = 60;
+  decoder.scheduler().take(second);
+  decoder.step();
+  const ServeStats stats = decoder.scheduler().stats();
+  CHECK(stats.running == 1);
+  CHECK(stats.retained == 1);
+  CHECK(stats.pages_used == 2);  // not those that are only reserved
+}
+
+TEST_CASE("the cache of a request is kept from 16 tokens on", "[quick]") {
+  Decoder decoder(small_spec());
+  for (const std::size_t size : {15u, 16u}) {
+    ServeRequest request = uniform(1, size);
+    request.id += "." + std::to_string(size);
+    request.max_tokens = 1;  // which is drawn, and not cached
+    decoder.scheduler().take(request);
+    decoder.run_to_end();
+    CHECK(decoder.scheduler().stats().retained == (size == 16 ? 1 : 0));
+  }
 }
 
 TEST_CASE("a request whose logits are not finite leaves its id and its pages", "[quick]") {
@@ -702,10 +748,12 @@ TEST_CASE("the times of a request are no more than it took, one after the other"
   drawn.tokens = {3};
   decoder.scheduler().complete(std::span(&drawn, 1));
   decoder.scheduler().next();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   decoder.scheduler().complete(std::span(&drawn, 1));
   const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
   const nlohmann::json& timing = decoder.ends.at("1")["timing"];
   CHECK(timing["prefill_ms"].get<double>() >= 20.0);
+  CHECK(timing["decode_ms"].get<double>() >= 20.0);
   CHECK(timing["queued_ms"].get<double>() + timing["prefill_ms"].get<double>() +
             timing["decode_ms"].get<double>() <=
         taken.count());
