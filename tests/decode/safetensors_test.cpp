@@ -123,6 +123,7 @@ TEST_CASE("broken and hostile headers give one Error that names the file and the
       {std::string(8, '\0'), "does not start with '{'"},
       {std::string("\x02\0\0\0\0\0\0\0[]", 10), "does not start with '{'"},
       {std::string("\x10\0\0\0\0\0\0\0{}", 10), "header size is 16, but only 2 bytes follow"},
+      {std::string("\x03\0\0\0\0\0\0\0{}", 10), "header size is 3, but only 2 bytes follow"},
       {"<!DOCTYPE html><html>", "the format allows at most 100000000: this is no safetensors file"},
       {std::string(8, '\xff') + "{}",
        "header size is 18446744073709551615; the format allows at most 100000000"},
