@@ -273,6 +273,8 @@ TEST_CASE("Bad weights of a dense layer are refused alike on every rank") {
       {"qkv between two elements", "bytes of its f32: copy it to aligned memory",
        [](Arguments& a) { a.gqa().qkv.data = static_cast<const std::byte*>(a.gqa().qkv.data) + 2; }},
       {"no input norm", "input_norm is empty, [0, 0]", [](Arguments& a) { a.weights.input_norm = {}; }},
+      {"input norm without data", "input_norm is empty, [1, ",
+       [](Arguments& a) { a.weights.input_norm.data = nullptr; }},
       {"post-attention norm of another width", "post_attention_norm is [1, 33]",
        [](Arguments& a) { widen(a.weights.post_attention_norm); }},
       {"gate and up of another width", "the FFN is [24, 33]", [](Arguments& a) { widen(a.dense().gate_up); }},

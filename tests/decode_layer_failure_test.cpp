@@ -26,6 +26,11 @@ class FailingBackend : public CpuBackend {
     operation_ = operation;
     on_host_ = on_host;
   }
+  /// Fails on the host, by what is no exception.
+  void throw_in(std::string_view operation) {
+    fail_in(operation, true);
+    throws_number_ = true;
+  }
   void append_kv(const AppendKvArgs<float>& args, Stream stream) const {
     strike("append_kv", stream);
     CpuBackend::append_kv(args, stream);
@@ -47,6 +52,7 @@ class FailingBackend : public CpuBackend {
  private:
   void strike(std::string_view operation, Stream stream) const {
     if (operation != operation_) return;
+    if (throws_number_) throw 7;
     const auto fail = [] { throw Error(ErrorCode::internal, "a deliberate failure"); };
     if (on_host_) fail();
     stream.enqueue(fail);
@@ -54,6 +60,7 @@ class FailingBackend : public CpuBackend {
 
   std::string_view operation_;
   bool on_host_ = false;
+  bool throws_number_ = false;
 };
 
 static_assert(Backend<FailingBackend>);
@@ -110,6 +117,30 @@ TEST_CASE("A host failure inside a layer aborts the stage without the caller's h
   CHECK(seen[0] == "internal: a deliberate failure");
   CHECK(seen[1].rfind("peer_failed: ", 0) == 0);
   CHECK(seen[1].find("a deliberate failure") != std::string::npos);
+}
+
+TEST_CASE("What is thrown inside a layer wakes the others even if it is no exception") {
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(2, layer.hidden, 9);
+  const Topology topo({.kvp = 2}, shape_of(layer));
+  std::vector<cpu::LocalComm> stages = cpu::LocalComm::create_group(2, std::chrono::seconds(10));
+  int caught = 0;
+  std::string seen;
+  run_ranks_or_throw(2, [&](cpu::LocalComm& comm) {
+    const auto me = static_cast<std::size_t>(comm.rank());
+    auto backend = make_backend<FailingBackend>(topo, stages[me]);
+    LayerRank<FailingBackend> rank(backend, topo, layer, script, {});
+    if (me == 0) backend.throw_in("swiglu");
+    try {
+      rank.run(script.steps[0]);
+    } catch (const int number) {
+      caught = number;
+    } catch (const Error& error) {
+      seen = error.what();
+    }
+  });
+  CHECK(caught == 7);
+  CHECK(seen.find("decode_layer: unknown failure") != std::string::npos);
 }
 
 TEST_CASE("A host failure inside a layer aborts the communicator of the stage and that of the KVP group") {
