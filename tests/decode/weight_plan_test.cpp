@@ -392,6 +392,15 @@ TEST_CASE("types that nothing reads, fp8 without scales and foreign topologies a
   quantized.directory().write("model.safetensors", safetensors_of(tensors));
   CHECK_THAT(failure_of_plan(quantized, ErrorCode::invalid_file),
              Catch::Matchers::ContainsSubstring("up_proj.weight_scale_inv is missing"));
+  tensors = quantized.tensors();
+  for (TensorContent& tensor : tensors) {
+    if (tensor.name != "model.layers.1.mlp.up_proj.weight_scale_inv") continue;
+    REQUIRE(tensor.shape.size() == 2);
+    tensor = filled(tensor.name, tensor.shape[0], tensor.shape[1], DType::fp8_e4m3);
+  }
+  quantized.directory().write("model.safetensors", safetensors_of(tensors));
+  CHECK_THAT(failure_of_plan(quantized, ErrorCode::unsupported),
+             Catch::Matchers::ContainsSubstring("block scales may be F32, F16 or BF16"));
 
   const ModelOnDisk other(deepseek());
   const Checkpoint checkpoint = other.checkpoint();
@@ -528,6 +537,14 @@ TEST_CASE("a plan has buffers for what is copied, and none unless it is asked to
     const WeightPlan in_place = plan_weights(config, checkpoint, topo, 0, WeightHome::files);
     CHECK(copied.in_place_bytes() == 0);
     CHECK(copied.allocated_bytes() >= copied.weight_bytes());
+    std::map<std::size_t, std::int64_t> ends;  // of each buffer's targets so far
+    for (const WeightTarget& target : copied.targets) {
+      std::int64_t& end = ends[target.buffer];
+      CHECK(target.offset % 256 == 0);
+      CHECK(target.offset >= end);
+      end = target.offset + target.size_bytes();
+      CHECK(end <= copied.buffer_bytes.at(target.buffer));
+    }
     CHECK(in_place.weight_bytes() == copied.weight_bytes());
     CHECK(in_place.buffer_bytes.size() == copied.buffer_bytes.size());
     CHECK(in_place.allocated_bytes() < copied.allocated_bytes());
