@@ -279,7 +279,9 @@ TEST_CASE("16-bit weights and KV keep ranks bit-identical and close to the oracl
   for (const DType dtype : {DType::bf16, DType::f16, DType::fp8_e4m3}) {
     CAPTURE(to_string(dtype));
     const auto ranks = run_script(topo, layer, script, {.kv_dtype = dtype});
-    CHECK(error_of(ranks.front(), expected) <= (dtype == DType::fp8_e4m3 ? 6e-2 : 1e-2));
+    // Two to four times the errors of 2.3e-2, 1.2e-3 and 1.9e-4.
+    const double most = dtype == DType::fp8_e4m3 ? 6e-2 : dtype == DType::bf16 ? 4e-3 : 8e-4;
+    CHECK(error_of(ranks.front(), expected) <= most);
     CHECK(error_of(ranks.front(), expected) > 0.0);
     for (const RankResult& rank : ranks) CHECK(rank.hidden == ranks.front().hidden);
     const auto alone = run_script(Topology({}, shape_of(layer)), layer, script, {.kv_dtype = dtype});

@@ -189,7 +189,8 @@ struct RankResult {
   std::size_t kv_bytes = 0;  // of the pages that hold tokens
 };
 
-inline constexpr double kLayerTolerance = 1e-5;  // f32, relative to the oracle's scale
+/// f32, relative to the oracle's scale: five times the largest error that was seen, with AVX-512.
+inline constexpr double kLayerTolerance = 1.5e-6;
 
 /// Largest difference from the oracle over all steps, relative to the oracle's largest value. NaN gives
 /// infinity.

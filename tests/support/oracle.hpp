@@ -66,8 +66,9 @@ struct Layer {
   std::int64_t kv_heads = 0;
   std::int64_t head_dim = 0;
   std::int64_t q_lora = 0, kv_lora = 0, nope = 0, rope = 0, value = 0;  // of `latent`
-  double norm_epsilon = 1e-5;
-  double mla_norm_epsilon = 1e-6;
+  // Larger than those of models, and different, so that a norm with the other one, or with none, shows.
+  double norm_epsilon = 1e-2;
+  double mla_norm_epsilon = 1e-1;
   double softmax_scale = 1.0;
   std::int64_t window = 0;
   double soft_cap = 0.0;
