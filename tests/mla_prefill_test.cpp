@@ -384,5 +384,23 @@ TEST_CASE("the workspace grows by what is expanded, and by nothing without room"
   CHECK(bytes({.max_tokens = 1024}) > bytes({}) + static_cast<std::size_t>(1024 * token * 4));
 }
 
+TEST_CASE("the workspace of steps and expansions beyond all limits is refused with the value") {
+  cpu::Backend<cpu::LocalComm> backend;
+  const oracle::Layer layer = random_layer(latent_spec(), 3);
+  const RankShape shape = Topology({}, shape_of(layer)).rank_shape(0);
+  const auto refuses = [&](std::int64_t tokens, std::int64_t expanded) {
+    const MlaPrefill prefill{.max_tokens = expanded};
+    const std::string numbers =
+        "max_tokens is " + std::to_string(tokens) + " and mla_prefill.max_tokens " + std::to_string(expanded);
+    CHECK_THROWS_WITH(decode_layer_workspace_bytes(backend, shape, tokens, LayerInput::hidden, prefill),
+                      Catch::Matchers::ContainsSubstring(numbers));
+  };
+  refuses(-1, 0);
+  refuses(kMaxStepTokens + 1, 0);
+  refuses(1, -1);
+  refuses(1, kMaxPageTokens + 1);
+  CHECK_NOTHROW(decode_layer_workspace_bytes(backend, shape, kMaxStepTokens));
+}
+
 }  // namespace
 }  // namespace helix::test
