@@ -181,7 +181,42 @@ TEST_CASE("a draw depends on the seed, the row's counter and its logits, not on 
   CHECK(tokens != sample(rows, {0, 1000}, {.temperature = 1.0f, .top_p = 0.95f, .seed = 78}, counters));
 }
 
+TEST_CASE("each row draws by its own config, also beside rows that are greedy") {
+  const std::vector<float> logits{0.0f, 0.5f, 0.25f, 0.0f};
+  const SamplingConfig random{.temperature = 1.0f, .seed = 3};
+  const Operators ops;
+  const Operators::Stream stream = ops.create_stream();
+  int others = 0;  // draws of another token than the likeliest
+  for (std::uint64_t counter = 0; counter < 20; ++counter) {
+    for (const std::size_t greedy_row : {0u, 1u}) {
+      CAPTURE(counter, greedy_row);
+      std::vector<float> rows(logits);
+      rows.insert(rows.end(), logits.begin(), logits.end());
+      const std::vector<std::int64_t> begins{0, 4};
+      const std::vector<std::uint64_t> counters{counter, counter};
+      std::vector<SamplingConfig> configs{random, random};
+      configs[greedy_row] = {};
+      std::vector<std::int32_t> tokens(2, -1);
+      ops.sample({.logits = {rows.data(), {1, 2, 4}},
+                  .shard_begins = begins.data(),
+                  .configs = configs.data(),
+                  .counters = counters.data(),
+                  .tokens = tokens.data()},
+                 stream);
+      ops.synchronize(stream);
+      const std::int32_t drawn = sample_one(logits, random, counter);
+      CHECK(tokens[greedy_row] == 1);
+      CHECK(tokens[1 - greedy_row] == drawn);
+      others += drawn != 1 ? 1 : 0;
+    }
+  }
+  CHECK(others > 0);
+}
+
 TEST_CASE("the nucleus ends where it reaches top_p, and equal logits enter it by id") {
+  // Half of four equal tokens are two of them, exactly.
+  for (std::uint64_t counter = 0; counter < 100; ++counter)
+    CHECK(sample_one({1, 1, 1, 1}, {.temperature = 1.0f, .top_p = 0.5f, .seed = 1}, counter) < 2);
   // Shares 1/2, 1/4, 1/8, 1/8: exact in double.
   const std::vector<float> logits{std::log(1.0f), std::log(4.0f), std::log(1.0f), std::log(2.0f)};
   const auto drawn = [&](float top_p) {
@@ -259,6 +294,17 @@ TEST_CASE("the likeliest tokens come with the smaller id first on ties, and -1 b
                 stream);
   ops.synchronize(stream);
   CHECK(ids == std::vector<std::int32_t>{1, 3, 2, 0, -1, -1});
+  // Of equals there is room for the first only.
+  ops.log_probs({.logits = {logits.data(), {1, 1, 4}},
+                 .shard_begins = begins.data(),
+                 .tokens = &token,
+                 .num_best = 1,
+                 .log_probs = &log_prob,
+                 .best_ids = ids.data(),
+                 .best_log_probs = values.data()},
+                stream);
+  ops.synchronize(stream);
+  CHECK(ids.front() == 1);
 }
 
 }  // namespace
