@@ -117,6 +117,8 @@ TEST_CASE("Bad options and batches are refused alike on every rank before any co
        [](Arguments& a) { a.shape.kv_heads = a.shape.query_heads + 1; }},
       {"an FFN below 0", "the shape's hidden is 32, ffn -1, shared_ffn 0, expert_ffn 0",
        [](Arguments& a) { a.shape.ffn = -1; }},
+      {"a shared expert below 0", "shared_ffn -1, expert_ffn 0",
+       [](Arguments& a) { a.shape.shared_ffn = -1; }},
       {"a bias that was not loaded", "qkv_bias is [1, 128] without data",
        [](Arguments& a) {
          std::get<GqaWeights>(a.weights.attention).qkv_bias = {nullptr, DType::f32, 1, a.shape.qkv_columns()};
@@ -219,6 +221,8 @@ TEST_CASE("Bad workspaces, hidden rows, caches and sizes are refused alike on ev
        }},
       {"cache of other heads", "the KV view's v lies 512 bytes behind its k, where rows of both",
        [](Arguments& a) { a.kv.format.num_heads += 1; }},
+      {"cache of fewer heads", "the cache has 1 heads of 16/16",
+       [](Arguments& a) { a.kv.format.num_heads = 1; }},
       {"cache of another head size", "the KV view's k.token stride is 16, but what lies between takes",
        [](Arguments& a) { a.kv.format.head_dim *= 2; }},
       {"cache of another value size", "the cache has 2 heads of 16/15",
@@ -320,6 +324,10 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
        {"o bias of another width", "o_bias is [32, ", [](Arguments& a) { a.mla().o_bias = a.mla().o; }},
        {"other rope dims", "MLA has 8 nope, 10 rope and 12 value dims and a latent of 16",
         [](Arguments& a) { a.shape.mla->qk_rope_head_dim += 2; }},
+       {"no nope dims", "MLA has 0 nope, 8 rope and 12 value dims and a latent of 16",
+        [](Arguments& a) { a.shape.mla->qk_nope_head_dim = 0; }},
+       {"room for more than all limits", "mla_prefill.max_tokens is 16777217; it must be in [0, ",
+        [](Arguments& a) { a.config.mla_prefill.max_tokens = kMaxPageTokens + 1; }},
        {"rotary wider than rope", "rotary_dim is 10", [](Arguments& a) { a.config.rope.rotary_dim = 10; }},
        {"no frequencies", "rope.inverse_frequency is null",
         [](Arguments& a) { a.config.rope.inverse_frequency = nullptr; }},
