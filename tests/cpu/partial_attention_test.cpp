@@ -137,6 +137,25 @@ TEST_CASE("partial attention takes any head size") {
   }
 }
 
+TEST_CASE(
+    "partial attention over rows of half a pair of the widest vectors serves any number of query rows") {
+  const std::int64_t sizes[][2] = {{80, 80}, {112, 112}, {48, 16}, {96, 80}};
+  for (const auto& [d, dv] : sizes) {
+    for (DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
+      for (std::int64_t group : {1, 3, 4, 8, 16, 17}) {
+        CAPTURE(d, dv, helix::to_string(dtype), group);
+        World({.query_heads = 2 * group,
+               .kv_heads = 2,
+               .d = d,
+               .dv = dv,
+               .dtype = dtype,
+               .sequences = {{300, 1}, {70, 2}, {41, 5}}})
+            .check();
+      }
+    }
+  }
+}
+
 TEST_CASE("partial attention splits long ranges exactly, at every edge of its tiles") {
   for (std::int64_t length : {255, 256, 257, 1023, 1024, 1025, 2049, 5000}) {
     for (std::int64_t queries : {1, 3}) {

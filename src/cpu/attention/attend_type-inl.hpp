@@ -24,7 +24,29 @@ namespace helix::cpu {
 
 HWY_EXPORT(attend_target);
 
+#if HWY_TARGETS & HWY_AVX2
+namespace {
+
+/// Whether vectors of 256 bits read rows where they lie that those of 512 bits would pack: head sizes such as
+/// 80 and 112, of whole pairs of the former alone.
+bool prefers_256_bits(const AttentionTask& task) {
+  constexpr std::int64_t kPair256 = 16;  // floats
+  constexpr std::int64_t kPair512 = 32;
+  const std::int64_t rows = task.num_tokens * task.group;
+  const auto are_multiples = [&](std::int64_t pair) {
+    return task.head_dim % pair == 0 && task.value_dim % pair == 0;
+  };
+  return !are_multiples(kPair512) && are_multiples(kPair256) && rows <= kDirectRows &&
+         task.has_constant_distance() && (hwy::SupportedTargets() & HWY_AVX2) != 0;
+}
+
+}  // namespace
+#endif
+
 void HELIX_ATTEND(const AttentionTask* tasks, int num_tasks, float* scratch) {
+#if HWY_TARGETS & HWY_AVX2
+  if (prefers_256_bits(tasks[0])) return N_AVX2::attend_target(tasks, num_tasks, scratch);
+#endif
   HWY_DYNAMIC_DISPATCH(attend_target)(tasks, num_tasks, scratch);
 }
 
