@@ -4,6 +4,12 @@
 // once a Highway target, hence without a guard.
 #include "cpu/foreach_target.hpp"
 // These must come after foreach_target.hpp.
+#include <cstdint>
+#include <type_traits>
+
+#include <hwy/highway.h>
+
+#include "cpu/amx.hpp"
 #include "cpu/attention/attend-inl.hpp"
 #include "cpu/attention/attend_types.hpp"
 
@@ -28,7 +34,7 @@ HWY_EXPORT(attend_target);
 namespace {
 
 /// Whether vectors of 256 bits read rows where they lie that those of 512 bits would pack: head sizes such as
-/// 80 and 112, of whole pairs of the former alone.
+/// 80 and 112, of whole pairs of the former alone. Tile registers pad them too, at less cost.
 bool prefers_256_bits(const AttentionTask& task) {
   constexpr std::int64_t kPair256 = 16;  // floats
   constexpr std::int64_t kPair512 = 32;
@@ -36,6 +42,7 @@ bool prefers_256_bits(const AttentionTask& task) {
   const auto are_multiples = [&](std::int64_t pair) {
     return task.head_dim % pair == 0 && task.value_dim % pair == 0;
   };
+  if (std::is_same_v<HELIX_KV_TYPE, bf16> && rows > amx::kHalfRows && amx::available()) return false;
   return !are_multiples(kPair512) && are_multiples(kPair256) && rows <= kDirectRows &&
          task.has_constant_distance() && (hwy::SupportedTargets() & HWY_AVX2) != 0;
 }
