@@ -34,10 +34,10 @@ HWY_BEFORE_NAMESPACE();
 namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
-/// Whether direct() takes these rows of a task.
-HWY_INLINE bool is_direct(const State& s, std::int64_t num_rows) {
-  return num_rows <= kDirectRows && s.d == s.task.head_dim && s.dv == s.task.value_dim &&
-         s.task.has_constant_distance();
+/// Whether direct() takes so many rows of a task.
+HWY_INLINE bool is_direct(const AttentionTask& task, std::int64_t num_rows) {
+  return num_rows <= kDirectRows && task.head_dim % kPair == 0 && task.value_dim % kPair == 0 &&
+         task.has_constant_distance();
 }
 
 template <class T>
@@ -86,7 +86,7 @@ HWY_NOINLINE void accumulate(const State& s, std::int64_t first_row, std::int64_
     return;
   }
 #endif
-  if (is_direct(s, num_rows)) return accumulate_direct<T>({s, &s.task, 1}, first_row, num_rows, range);
+  if (is_direct(s.task, num_rows)) return accumulate_direct<T>({s, &s.task, 1}, first_row, num_rows, range);
   for (std::int64_t row = 0; row < num_rows; row += kPackedRows) {
     const std::int64_t rows = std::min(kPackedRows, num_rows - row);
     pack_columns<T>(s, first_row + row, rows);
@@ -184,7 +184,7 @@ HWY_INLINE void attend_as(const AttentionTask* tasks, int num_tasks, float* scra
   const std::int64_t rows = tasks[0].num_tokens * tasks[0].group;
   const ScratchLayout at(rows * num_tasks, tasks[0].head_dim, tasks[0].value_dim);
   const State first = state_of<T>(tasks[0], scratch, at);
-  if (num_tasks == 1 || has_tiles<T>(rows) || !is_direct(first, rows)) {
+  if (num_tasks == 1 || has_tiles<T>(rows) || !is_direct(tasks[0], rows)) {
     for (int i = 0; i < num_tasks; ++i) attend_one<T>(state_of<T>(tasks[i], scratch, at));
     return;
   }

@@ -5,11 +5,9 @@
 #include "cpu/foreach_target.hpp"
 // These must come after foreach_target.hpp.
 #include <cstdint>
-#include <type_traits>
 
 #include <hwy/highway.h>
 
-#include "cpu/amx.hpp"
 #include "cpu/attention/attend-inl.hpp"
 #include "cpu/attention/attend_types.hpp"
 
@@ -21,6 +19,12 @@ void attend_target(const AttentionTask* tasks, int num_tasks, float* scratch) {
   attend_as<HELIX_KV_TYPE>(tasks, num_tasks, scratch);
 }
 
+/// Whether the rows of a task are read where they lie, or multiplied by tiles, rather than packed.
+bool avoids_packing(const AttentionTask& task) {
+  const std::int64_t rows = task.num_tokens * task.group;
+  return has_tiles<HELIX_KV_TYPE>(rows) || is_direct(task, rows);
+}
+
 }  // namespace
 }  // namespace helix::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -29,30 +33,15 @@ HWY_AFTER_NAMESPACE();
 namespace helix::cpu {
 
 HWY_EXPORT(attend_target);
-
-#if HWY_TARGETS & HWY_AVX2
-namespace {
-
-/// Whether vectors of 256 bits read rows where they lie that those of 512 bits would pack: head sizes such as
-/// 80 and 112, of whole pairs of the former alone. Tile registers pad them too, at less cost.
-bool prefers_256_bits(const AttentionTask& task) {
-  constexpr std::int64_t kPair256 = 16;  // floats
-  constexpr std::int64_t kPair512 = 32;
-  const std::int64_t rows = task.num_tokens * task.group;
-  const auto are_multiples = [&](std::int64_t pair) {
-    return task.head_dim % pair == 0 && task.value_dim % pair == 0;
-  };
-  if (std::is_same_v<HELIX_KV_TYPE, bf16> && rows > amx::kHalfRows && amx::available()) return false;
-  return !are_multiples(kPair512) && are_multiples(kPair256) && rows <= kDirectRows &&
-         task.has_constant_distance() && (hwy::SupportedTargets() & HWY_AVX2) != 0;
-}
-
-}  // namespace
-#endif
+HWY_EXPORT(avoids_packing);
 
 void HELIX_ATTEND(const AttentionTask* tasks, int num_tasks, float* scratch) {
 #if HWY_TARGETS & HWY_AVX2
-  if (prefers_256_bits(tasks[0])) return N_AVX2::attend_target(tasks, num_tasks, scratch);
+  // Head sizes such as 80 and 112 are whole pairs of vectors of 256 bits, but not of 512.
+  if ((hwy::SupportedTargets() & HWY_AVX2) != 0 && !HWY_DYNAMIC_DISPATCH(avoids_packing)(tasks[0]) &&
+      N_AVX2::avoids_packing(tasks[0])) {
+    return N_AVX2::attend_target(tasks, num_tasks, scratch);
+  }
 #endif
   HWY_DYNAMIC_DISPATCH(attend_target)(tasks, num_tasks, scratch);
 }
