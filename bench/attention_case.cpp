@@ -151,30 +151,47 @@ KvView AttentionCase::view(std::byte* pool, std::int64_t num_pages) const {
   return kv.whole();
 }
 
-std::vector<std::int64_t> AttentionCase::lengths(std::mt19937& random) const {
-  std::vector<std::int64_t> lengths(static_cast<std::size_t>(batch), tokens);
+AttentionBatch AttentionCase::draw(std::mt19937& random) const {
+  AttentionBatch drawn;
+  drawn.lengths.assign(static_cast<std::size_t>(batch), tokens);
   if (is_ragged) {
-    for (auto& length : lengths) length = std::uniform_int_distribution<std::int64_t>(1, tokens)(random);
+    for (auto& length : drawn.lengths)
+      length = std::uniform_int_distribution<std::int64_t>(1, tokens)(random);
   }
-  return lengths;
+  double visible_pairs = 0.0;  // of a head
+  for (const std::int64_t length : drawn.lengths) {
+    for (std::int64_t q = 0; q < queries; ++q) {
+      drawn.positions.push_back(std::max<std::int64_t>(0, length - queries + q));
+      visible_pairs += static_cast<double>(drawn.positions.back() + 1);
+    }
+    drawn.query_offsets.push_back(static_cast<std::int32_t>(drawn.positions.size()));
+    drawn.num_pages += pages_of(length);
+    drawn.kv_bytes += length * token_bytes();
+  }
+  drawn.flops = 2.0 * visible_pairs * static_cast<double>(query_heads * (head_dim + value_dim));
+  return drawn;
 }
 
-std::vector<std::int32_t> AttentionCase::page_table(const std::vector<std::int64_t>& lengths,
-                                                    std::mt19937& random) const {
-  std::int64_t num_pages = 0;
-  for (const std::int64_t length : lengths) num_pages += pages_of(length);
-  std::vector<std::int32_t> order(static_cast<std::size_t>(num_pages));
+std::int64_t AttentionCase::turns(const AttentionBatch& of, std::int64_t cold_bytes) const {
+  return 1 + std::min(cold_bytes / of.kv_bytes, 4 * cold_bytes / (of.num_pages * page_bytes()));
+}
+
+std::vector<std::int32_t> AttentionCase::page_tables(const AttentionBatch& of, std::int64_t num_turns,
+                                                     std::mt19937& random) const {
+  std::vector<std::int32_t> order(static_cast<std::size_t>(num_turns * of.num_pages));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
-  std::vector<std::int32_t> table(lengths.size() * static_cast<std::size_t>(max_pages()), 0);
+  std::vector<std::int32_t> tables(static_cast<std::size_t>(num_turns * batch * max_pages()), 0);
   auto next = order.begin();
-  auto row = table.begin();
-  for (const std::int64_t length : lengths) {
-    std::copy_n(next, pages_of(length), row);
-    next += pages_of(length);
-    row += max_pages();
+  auto row = tables.begin();
+  for (std::int64_t turn = 0; turn < num_turns; ++turn) {
+    for (const std::int64_t length : of.lengths) {
+      std::copy_n(next, pages_of(length), row);
+      next += pages_of(length);
+      row += max_pages();
+    }
   }
-  return table;
+  return tables;
 }
 
 std::vector<AttentionCase> take_cases(int& argc, char** argv) {

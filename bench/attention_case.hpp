@@ -23,6 +23,17 @@ enum class AttentionLayout {
   latent  ///< [page][token][D]: MLA.
 };
 
+/// The sequences of a case.
+struct AttentionBatch {
+  std::vector<std::int64_t> lengths;           ///< Tokens of each sequence.
+  std::vector<std::int32_t> query_offsets{0};  ///< As Batch::query_offsets_host.
+  std::vector<std::int64_t> positions;         ///< Of the query tokens.
+  std::int64_t num_pages = 0;
+  std::int64_t kv_bytes = 0;  ///< K and V of all tokens, which attention reads once.
+  /// Floating-point operations of both products, over the visible pairs of query token and cached token.
+  double flops = 0.0;
+};
+
 /// Attention of a batch of sequences that all have as many query tokens, their last ones.
 struct AttentionCase {
   std::int64_t query_heads = 64;
@@ -53,15 +64,19 @@ struct AttentionCase {
   std::int64_t page_bytes() const;
   /// A view of a pool of `num_pages` pages at `pool`, without a page table.
   KvView view(std::byte* pool, std::int64_t num_pages) const;
-  /// Tokens of each sequence.
-  std::vector<std::int64_t> lengths(std::mt19937& random) const;
   /// Pages of a sequence of `length` tokens.
   std::int64_t pages_of(std::int64_t length) const { return ceil_div(length, page_tokens); }
   /// Pages of a sequence of the greatest length: the width of a page table.
   std::int64_t max_pages() const { return pages_of(tokens); }
-  /// Page tables [lengths.size(), max_pages()] of sequences of these lengths, whose pages lie in random order
+  /// Draws the lengths, if they are ragged.
+  AttentionBatch draw(std::mt19937& random) const;
+  /// Copies of the batch that take turns, so that `cold_bytes` are read between two reads of the same KV.
+  /// Pages that are nearly empty do not add up to a pool of any size.
+  std::int64_t turns(const AttentionBatch& of, std::int64_t cold_bytes) const;
+  /// Page tables [num_turns * sequences, max_pages()] of copies of the batch, whose pages lie in random order
   /// and are the first of the pool. Entries without a page are 0.
-  std::vector<std::int32_t> page_table(const std::vector<std::int64_t>& lengths, std::mt19937& random) const;
+  std::vector<std::int32_t> page_tables(const AttentionBatch& of, std::int64_t num_turns,
+                                        std::mt19937& random) const;
 };
 
 /// Takes "--case=NAME", any number of them, out of the arguments of a program, which are also Google

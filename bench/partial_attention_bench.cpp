@@ -91,18 +91,21 @@ KvView flashinfer_view(const AttentionCase& c, std::byte* pool, std::int64_t num
                             .head_dim = c.head_dim});
 }
 
-/// The kernel whose variants take turns before anything is timed; empty if the case has none.
-std::string_view kernel_of(const AttentionCase& c) {
+/// The kernel whose variants take turns before anything is timed; empty if the case has none, as rows that
+/// are joined first.
+std::string_view kernel_of(const AttentionCase& c, bool is_foreign) {
   const std::int64_t rows = c.query_heads / c.kv_heads;
-  if (c.queries > 1 || rows > 16) return "";
+  const bool are_joined =
+      c.kv_dtype == DType::fp8_ds_mla || (is_foreign && c.layout == AttentionLayout::latent);
+  if (c.queries > 1 || rows > 16 || are_joined) return "";
   switch (c.kv_dtype) {
     case DType::f32:
       return "attention.f32";
     case DType::f16:
       return "attention.f16";
     case DType::fp8_e4m3:
-    case DType::fp8_ds_mla:
       return "attention.fp8";
+    case DType::fp8_ds_mla:
     case DType::bf16:
       break;
   }
@@ -116,31 +119,16 @@ class Workload {
   Workload(const AttentionCase& c, bool is_foreign, int num_threads)
       : operators_(num_threads),
         stream_(operators_.create_stream()),
-        lengths_(c.lengths(random_)),
-        kv_bytes_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0}) * c.token_bytes()),
-        turns_(1 + kColdBytes / kv_bytes_) {
-    for (const std::int64_t length : lengths_) {
-      for (std::int64_t q = 0; q < c.queries; ++q) {
-        positions_.push_back(std::max<std::int64_t>(0, length - c.queries + q));
-        flops_ +=
-            2.0 * static_cast<double>((positions_.back() + 1) * c.query_heads * (c.head_dim + c.value_dim));
-      }
-      offsets_.push_back(static_cast<std::int32_t>(positions_.size()));
-    }
-    std::int64_t num_pages = 0;
-    for (const std::int64_t length : lengths_) num_pages += c.pages_of(length);
-    turns_ = std::min({turns_, 1 + static_cast<std::int64_t>(kManyFlops / flops_),
-                       1 + 4 * kColdBytes / (num_pages * c.page_bytes())});
-    num_pages *= turns_;
-    std::vector<std::int64_t> all_lengths;
-    for (std::int64_t turn = 0; turn < turns_; ++turn)
-      all_lengths.insert(all_lengths.end(), lengths_.begin(), lengths_.end());
-    table_ = c.page_table(all_lengths, random_);
-    slots_.resize(all_lengths.size());
+        batch_(c.draw(random_)),
+        turns_(
+            std::min(c.turns(batch_, kColdBytes), 1 + static_cast<std::int64_t>(kManyFlops / batch_.flops))),
+        table_(c.page_tables(batch_, turns_, random_)) {
+    const std::int64_t num_pages = turns_ * batch_.num_pages;
+    slots_.resize(static_cast<std::size_t>(turns_ * c.batch));
     std::iota(slots_.begin(), slots_.end(), 0);
     pool_ = operators_.allocate(static_cast<std::size_t>(num_pages * c.page_bytes()));
     scales_.assign(static_cast<std::size_t>(c.kv_heads), 1.0f / 256);
-    const auto tokens = std::ssize(positions_);
+    const auto tokens = std::ssize(batch_.positions);
     q_.resize(static_cast<std::size_t>(tokens * c.query_heads * c.head_dim));
     std::normal_distribution<float> normal;
     for (float& x : q_) x = normal(random_);
@@ -161,18 +149,20 @@ class Workload {
     args_.target.lse = {lse_.data(), {tokens, c.query_heads}};
     args_.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
     args_.workspace = workspace_;
-    for (std::size_t i = 0; i < slots_.size(); ++i) fill(slots_[i], all_lengths[i]);
+    for (const std::int32_t slot : slots_)
+      fill(slot, batch_.lengths[static_cast<std::size_t>(slot % c.batch)]);
   }
 
   /// Batches that take turns; kv_bytes() and flops() are those of one.
   std::int64_t turns() const { return turns_; }
-  double kv_bytes() const { return static_cast<double>(kv_bytes_); }
-  double flops() const { return flops_; }
+  double kv_bytes() const { return static_cast<double>(batch_.kv_bytes); }
+  double flops() const { return batch_.flops; }
   std::span<const std::byte> pool() const { return {pool_.data(), pool_.size_bytes()}; }
 
   PartialAttentionArgs<float> arguments(std::int64_t turn) const {
     PartialAttentionArgs<float> args = args_;
-    args.batch = {offsets_, offsets_.data(), positions_.data(), slots_.data() + turn * std::ssize(lengths_)};
+    args.batch = {batch_.query_offsets, batch_.query_offsets.data(), batch_.positions.data(),
+                  slots_.data() + turn * std::ssize(batch_.lengths)};
     return args;
   }
   void run(std::int64_t turn) const {
@@ -216,13 +206,10 @@ class Workload {
   std::mt19937 random_{std::random_device{}()};
   cpu::Operators operators_;
   cpu::Stream stream_;
-  std::vector<std::int64_t> lengths_;
-  std::int64_t kv_bytes_;
+  AttentionBatch batch_;
   std::int64_t turns_;
-  double flops_ = 0.0;  // of both products, over the visible pairs of query token and cached token
   cpu::Buffer pool_;
-  std::vector<std::int32_t> table_, slots_, offsets_{0};
-  std::vector<std::int64_t> positions_;
+  std::vector<std::int32_t> table_, slots_;
   std::vector<float> scales_, q_, out_, lse_;
   std::vector<std::byte> workspace_;
   PartialAttentionArgs<float> args_;
@@ -230,7 +217,7 @@ class Workload {
 
 void bench_attention(benchmark::State& state, const AttentionCase& c, bool is_foreign, int num_threads) {
   const Workload work(c, is_foreign, num_threads);
-  if (const std::string_view kernel = kernel_of(c); !kernel.empty())
+  if (const std::string_view kernel = kernel_of(c, is_foreign); !kernel.empty())
     choose_kernels({kernel}, [&, turn = std::int64_t{0}]() mutable { work.run(turn++ % work.turns()); });
   const auto turns = static_cast<double>(work.turns());
   run_beside_ceilings(state, num_threads, turns * work.kv_bytes(), turns * work.flops(), work.pool(), [&] {

@@ -222,18 +222,6 @@ cuda::Buffer random_pool(const Case& c, std::int64_t pages, std::mt19937::result
   return pool;
 }
 
-/// Pages of sequences with these lengths.
-std::int64_t pages_of(const Case& c, const std::vector<std::int64_t>& lengths) {
-  std::int64_t pages = 0;
-  for (const std::int64_t length : lengths) pages += c.pages_of(length);
-  return pages;
-}
-
-/// Batches of sequences that take turns. Pages that are nearly empty do not add up to a pool of any size.
-std::int64_t turns_of(const Case& c, std::int64_t kv_bytes, std::int64_t batch_pages) {
-  return 1 + std::min(kColdBytes / kv_bytes, 4 * kColdBytes / (batch_pages * c.page_bytes()));
-}
-
 /// One case on the device: queries, a page table, and a pool for several batches of sequences that take
 /// turns, so that none finds its KV in the L2 cache. T is the type of q and out.
 template <class T>
@@ -241,28 +229,19 @@ class Workload {
  public:
   Workload(const Case& c, std::mt19937& random)
       : case_(c),
-        lengths_(c.lengths(random)),
-        kv_bytes_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0}) * c.token_bytes()),
-        turns_(turns_of(c, kv_bytes_, pages_of(c, lengths_))),
-        pages_(turns_ * pages_of(c, lengths_)),
+        batch_(c.draw(random)),
+        turns_(c.turns(batch_, kColdBytes)),
+        pages_(turns_ * batch_.num_pages),
         pool_(random_pool(c, pages_, random())),
-        table_at_(on_device(operators_, page_tables(random))),
+        table_at_(on_device(operators_, c.page_tables(batch_, turns_, random))),
         scales_at_(on_device(operators_, scales(random))) {
     if (c.is_portable) operators_.set_kernel_target(cuda::KernelTarget::any_gpu);
     std::vector<std::int32_t> slots(static_cast<std::size_t>(turns_ * c.batch));
     std::iota(slots.begin(), slots.end(), 0);
-    std::vector<std::int64_t> positions;
-    for (const std::int64_t length : lengths_) {
-      for (std::int64_t q = 0; q < c.queries; ++q) {
-        positions.push_back(std::max<std::int64_t>(0, length - c.queries + q));
-        visible_pairs_ += static_cast<double>(positions.back() + 1);
-      }
-      offsets_.push_back(static_cast<std::int32_t>(positions.size()));
-    }
-    tokens_ = std::ssize(positions);
+    tokens_ = std::ssize(batch_.positions);
     slots_at_ = on_device(operators_, slots);
-    offsets_at_ = on_device(operators_, offsets_);
-    positions_at_ = on_device(operators_, positions);
+    offsets_at_ = on_device(operators_, batch_.query_offsets);
+    positions_at_ = on_device(operators_, batch_.positions);
     q_ = random_elements(kDTypeOf<T>, tokens_ * c.query_heads * c.head_dim, random());
     workspace_ = operators_.allocate(
         operators_.partial_attention_workspace_bytes(tokens_, c.query_heads, c.head_dim, c.value_dim));
@@ -279,17 +258,14 @@ class Workload {
   std::int64_t rows() const { return tokens_ * case_.query_heads; }
   std::int64_t out_elements() const { return rows() * case_.value_dim; }
   /// Bytes of K and V that one launch reads.
-  double kv_bytes() const { return static_cast<double>(kv_bytes_); }
-  /// Floating-point operations of both products, over the visible pairs of query token and cached token.
-  double flops() const {
-    return 2.0 * visible_pairs_ * static_cast<double>(case_.query_heads * (case_.head_dim + case_.value_dim));
-  }
+  double kv_bytes() const { return static_cast<double>(batch_.kv_bytes); }
+  double flops() const { return batch_.flops; }
 
   /// One launch over the sequences of `turn`.
   PartialAttentionArgs<T> arguments(std::int64_t turn) const {
     PartialAttentionArgs<T> args;
     args.q = {reinterpret_cast<const T*>(q_.data()), {tokens_, case_.query_heads, case_.head_dim}};
-    args.batch = {offsets_, reinterpret_cast<const std::int32_t*>(offsets_at_.data()),
+    args.batch = {batch_.query_offsets, reinterpret_cast<const std::int32_t*>(offsets_at_.data()),
                   reinterpret_cast<const std::int64_t*>(positions_at_.data()),
                   reinterpret_cast<const std::int32_t*>(slots_at_.data()) + turn * case_.batch};
     args.kv = case_.view(pool_.data(), pages_);
@@ -315,23 +291,12 @@ class Workload {
     return values;
   }
 
-  /// The page tables of all turns.
-  std::vector<std::int32_t> page_tables(std::mt19937& random) const {
-    std::vector<std::int64_t> lengths;
-    for (std::int64_t turn = 0; turn < turns_; ++turn)
-      lengths.insert(lengths.end(), lengths_.begin(), lengths_.end());
-    return case_.page_table(lengths, random);
-  }
-
   cuda::Operators<T> operators_;
   Case case_;
-  std::vector<std::int64_t> lengths_;
-  std::int64_t kv_bytes_;
+  AttentionBatch batch_;
   std::int64_t turns_;
   std::int64_t pages_;
   std::int64_t tokens_ = 0;
-  double visible_pairs_ = 0.0;  // pairs of a query token and a visible token, per head
-  std::vector<std::int32_t> offsets_{0};
   cuda::Buffer pool_, table_at_, scales_at_, slots_at_, offsets_at_, positions_at_, q_, workspace_, out_,
       lse_;
 };

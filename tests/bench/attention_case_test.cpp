@@ -7,33 +7,19 @@
 #include <cstdint>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include <helix/error.hpp>
-
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 using helix::bench::AttentionCase;
 using helix::bench::AttentionLayout;
 
-namespace {
-
-std::string refusal_of(const std::string& name) {
-  try {
-    (void)AttentionCase::parse(name);
-  } catch (const helix::Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
-}  // namespace
-
 TEST_CASE("a case of attention is read from its name") {
   const std::string name =
       "partial_attention/heads:6:2/batch:3/tokens:777/page:16/queries:5/dim:96/value_dim:80/kv:fp8_e4m3/"
-      "ragged/"
-      "layout:token_major/portable";
+      "ragged/layout:token_major/portable";
   const AttentionCase c = AttentionCase::parse(name);
   CHECK(c.query_heads == 6);
   CHECK(c.kv_heads == 2);
@@ -79,7 +65,8 @@ TEST_CASE("a name that is no case's is refused with the part that is wrong") {
   };
   for (const auto& [name, why] : refused) {
     INFO(name);
-    CHECK(refusal_of(name).find(why) != std::string::npos);
+    CHECK(helix::test::failure_message([&] { (void)AttentionCase::parse(name); }).find(why) !=
+          std::string::npos);
   }
 }
 
@@ -91,14 +78,20 @@ TEST_CASE("a case's rows lie in its pool, and a table names every page once") {
     INFO(name);
     const AttentionCase c = AttentionCase::parse(name);
     std::mt19937 random(1);
-    const std::vector<std::int64_t> lengths = c.lengths(random);
+    const helix::bench::AttentionBatch batch = c.draw(random);
+    constexpr std::int64_t kTurns = 2;
     std::vector<std::int32_t> pages;
-    const std::vector<std::int32_t> table = c.page_table(lengths, random);
-    for (std::size_t row = 0; row < lengths.size(); ++row) {
-      CHECK(lengths[row] <= c.tokens);
-      const auto begin = table.begin() + static_cast<std::ptrdiff_t>(row) * c.max_pages();
-      pages.insert(pages.end(), begin, begin + c.pages_of(lengths[row]));
+    const std::vector<std::int32_t> table = c.page_tables(batch, kTurns, random);
+    auto row = table.begin();
+    for (std::int64_t turn = 0; turn < kTurns; ++turn) {
+      for (const std::int64_t length : batch.lengths) {
+        CHECK(length <= c.tokens);
+        pages.insert(pages.end(), row, row + c.pages_of(length));
+        row += c.max_pages();
+      }
     }
+    CHECK(row == table.end());
+    CHECK(std::ssize(pages) == kTurns * batch.num_pages);
     std::sort(pages.begin(), pages.end());
     for (std::size_t i = 0; i < pages.size(); ++i) CHECK(pages[i] == static_cast<std::int32_t>(i));
 
