@@ -284,26 +284,20 @@ TEST_CASE("the likeliest tokens come with the smaller id first on ties, and -1 b
   float log_prob = 0;
   std::vector<std::int32_t> ids(6, 77);
   std::vector<float> values(6);
-  ops.log_probs({.logits = {logits.data(), {1, 1, 4}},
-                 .shard_begins = begins.data(),
-                 .tokens = &token,
-                 .num_best = 6,
-                 .log_probs = &log_prob,
-                 .best_ids = ids.data(),
-                 .best_log_probs = values.data()},
-                stream);
-  ops.synchronize(stream);
+  const auto find_best = [&](int num_best) {
+    ops.log_probs({.logits = {logits.data(), {1, 1, 4}},
+                   .shard_begins = begins.data(),
+                   .tokens = &token,
+                   .num_best = num_best,
+                   .log_probs = &log_prob,
+                   .best_ids = ids.data(),
+                   .best_log_probs = values.data()},
+                  stream);
+    ops.synchronize(stream);
+  };
+  find_best(6);
   CHECK(ids == std::vector<std::int32_t>{1, 3, 2, 0, -1, -1});
-  // Of equals there is room for the first only.
-  ops.log_probs({.logits = {logits.data(), {1, 1, 4}},
-                 .shard_begins = begins.data(),
-                 .tokens = &token,
-                 .num_best = 1,
-                 .log_probs = &log_prob,
-                 .best_ids = ids.data(),
-                 .best_log_probs = values.data()},
-                stream);
-  ops.synchronize(stream);
+  find_best(1);  // of equals there is room for the first only
   CHECK(ids.front() == 1);
 }
 
