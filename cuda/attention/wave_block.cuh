@@ -44,7 +44,8 @@ struct WaveSizes {
   }
 };
 
-/// Parts that the block holds: those whose queries are there, and one that some warps have yet to write.
+/// Places for parts. No more than three are in use at a time: one whose results some warps have yet to write,
+/// one whose queries are there, and one that was found meanwhile. So a place is free when its turn comes.
 inline constexpr int kPartStages = 4;
 
 template <class S>
@@ -55,6 +56,7 @@ struct WaveShared {
   RowBounds<S::kRows> bounds[S::kBoundStages];
   WavePart parts[kPartStages];
   WavePlan<S::kTokens> plan;
+  RingBarriers<kPartStages> part_barriers;
   RingBarriers<1> query_barriers;
   RingBarriers<S::kStages> key_barriers;
   RingBarriers<S::kStages> value_barriers;

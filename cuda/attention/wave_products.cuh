@@ -265,8 +265,8 @@ struct WaveProducts {
       const SplitPartials partials{p, part.splits};
       write_partials(partials, softmax.row(), query_tile.num_rows, found);
       if (!maps.combines_later) {
-        combine_splits<false>(partials, query_tile, part.query_tile, part.head, thread, S::kConsumers,
-                              s.is_last, [] { group_sync(kBlockBarrier, S::kConsumers); });
+        combine_wave_splits(partials, query_tile, part.query_tile, part.head, thread, S::kConsumers,
+                            s.is_last, [] { group_sync(kBlockBarrier, S::kConsumers); });
       }
     }
   }

@@ -27,6 +27,15 @@ struct RowSums {
     max[0] = max[1] = -kInfinity;
     sum[0] = sum[1] = 0.0f;
   }
+  /// Whether row `h` saw nothing.
+  __device__ __forceinline__ bool is_empty(int h) const {
+    return !(max[h] > -kInfinity) && sum[h] == 0.0f;
+  }
+  /// Zeroes rows that saw nothing: they have multiplied values of other rows, even infinite ones, by 0.
+  __device__ __forceinline__ void clear_empty() {
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) d[i] = is_empty(i / 2 % 2) ? 0.0f : d[i];
+  }
 };
 
 /// Transposes the 4 x 4 words that four neighbouring lanes have in x[0..3].
@@ -48,18 +57,18 @@ __device__ __forceinline__ void transpose_words(unsigned (&x)[4]) {
 /// Writes rows `row` and row + 8 of the query tile to out and lse; whole warps.
 template <class T, int kValueDim>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const QueryTile& query_tile, int head,
-                                           int row, const RowSums<kValueDim>& found) {
+                                           int row, RowSums<kValueDim>& found) {
   const int quarter = static_cast<int>(threadIdx.x) % 4;
   T* to[2];
   bool is_row[2];
-  bool is_empty[2];  // the row saw nothing
   float inverse[2];
+  const bool is_empty[2] = {found.is_empty(0), found.is_empty(1)};
+  if (__any_sync(~0u, is_empty[0] || is_empty[1])) found.clear_empty();
   const TargetPlace place = target_place();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     is_row[h] = row + 8 * h < query_tile.num_rows;
-    is_empty[h] = !(found.max[h] > -kInfinity) && found.sum[h] == 0.0f;
-    inverse[h] = __fdividef(1.0f, found.sum[h]);
+    inverse[h] = is_empty[h] ? 0.0f : __fdividef(1.0f, found.sum[h]);
     const int r = ::min(row + 8 * h, query_tile.num_rows - 1);
     const std::int64_t token = query_tile.token(p, r) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, r);
@@ -74,7 +83,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const float* pair = &found.d[4 * (four * 4 + k) + 2 * h];
-      words[k] = is_empty[h] ? 0u : pack<T>(pair[0] * inverse[h], pair[1] * inverse[h]);
+      words[k] = pack<T>(pair[0] * inverse[h], pair[1] * inverse[h]);
     }
   };
   const std::uint64_t addresses =
@@ -136,6 +145,78 @@ __device__ __forceinline__ void write_partials(const SplitPartials& to, int row,
       __stcg(to.sum(i, r), found.sum[h]);
     }
   }
+}
+
+inline constexpr int kFewSplits = 4;  ///< Split partials that a warp combines for several rows at a time.
+inline constexpr int kFewSplitRows = kCombineBatch / kFewSplits;  ///< The rows.
+
+/// Combines rows [first_row, first_row + kFewSplitRows) of up to kFewSplits split partials into out and lse;
+/// one warp. All loads are on their way at once; combine_row() waits for memory with each row.
+__device__ inline void combine_few_splits(const SplitPartials& from, const QueryTile& query_tile, int head,
+                                          int first_row) {
+  const AttentionParams& p = from.p;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int last_row = query_tile.num_rows - 1;
+  const int last_split = from.splits.count - 1;
+  // Lane i * kFewSplitRows + r has the max and sum of split i of row r.
+  const int lane_split = lane / kFewSplitRows;
+  float max = -kInfinity;
+  float sum = 0.0f;
+  if (lane_split <= last_split) {
+    const int row = ::min(first_row + lane % kFewSplitRows, last_row);
+    max = __ldcg(from.max(lane_split, row));
+    sum = __ldcg(from.sum(lane_split, row));
+  }
+  float top = -kInfinity;
+  float weight = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < p.value_dim; first += kWarp * kLaneColumns) {
+    const int column = first + lane * kLaneColumns;
+    float4 parts[kFewSplitRows][kFewSplits];
+#pragma unroll
+    for (int r = 0; r < kFewSplitRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kFewSplits; ++i)
+        parts[r][i] = __ldcg(from.out(::min(i, last_split), ::min(first_row + r, last_row),
+                                      column < p.value_dim ? column : 0));
+    }
+    if (first == 0) {
+      top = max;
+#pragma unroll
+      for (int offset = kFewSplitRows; offset < kWarp; offset *= 2)
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
+      weight = exp2f(max - (top == -kInfinity ? 0.0f : top));
+      sum *= weight;
+#pragma unroll
+      for (int offset = kFewSplitRows; offset < kWarp; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    }
+#pragma unroll
+    for (int r = 0; r < kFewSplitRows; ++r) {
+      if (first_row + r > last_row) break;
+      float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (int i = 0; i < kFewSplits; ++i)
+        add_weighted(total, __shfl_sync(~0u, weight, i * kFewSplitRows + r), parts[r][i]);
+      const RowWriter<> writer(p, query_tile, head, first_row + r, __shfl_sync(~0u, top, r),
+                               __shfl_sync(~0u, sum, r));
+      if (column < p.value_dim) writer.write(column, total);
+    }
+  }
+}
+
+/// combine_splits() for the splits of a query tile of many rows, which are mostly few.
+template <class Flag, class Meet>
+__device__ __forceinline__ void combine_wave_splits(const SplitPartials& all, const QueryTile& query_tile,
+                                                    int u, int head, int thread, int threads, Flag& is_last,
+                                                    const Meet& meet) {
+  if (all.splits.count > kFewSplits)
+    return combine_splits<false>(all, query_tile, u, head, thread, threads, is_last, meet);
+  count_split(
+      all, [&] { return all.p.counters + u * all.p.kv_heads + head; }, thread, is_last, meet);
+  if (!is_last) return;
+  for (int row = thread / kWarp * kFewSplitRows; row < query_tile.num_rows;
+       row += threads / kWarp * kFewSplitRows)
+    combine_few_splits(all, query_tile, head, row);
 }
 
 /// Combines the splits of one row that attend_waves() left, by one warp.

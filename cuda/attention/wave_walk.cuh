@@ -36,24 +36,26 @@ class WaveWalk {
       const int item = wave_place(wave_++, plan_.workers, static_cast<int>(blockIdx.x));
       if (item < p_.num_query_tiles * p_.kv_heads) {
         const WaveItem whole = wave_item(p_, plan_, item);
-        part = {whole.query_tile, whole.head, 0, plan_.kv_tiles(whole.query_tile), {0, 1}};
+        part = {plan_.query_tile_at[whole.place], whole.head, 0, plan_.kv_tiles_at(whole.place), {0, 1}};
         return true;
       }
     }
     if (next_ >= end_) return false;
-    const int place = plan_.first_shared + next_;
-    const int pass_tiles = plan_.kv_tile_begin[p_.num_query_tiles] * plan_.pass_heads;
-    const int pass = place / pass_tiles;
-    const int in_pass = place - pass * pass_tiles;
-    const int u = find_last(plan_.kv_tile_begin, p_.num_query_tiles, in_pass / plan_.pass_heads);
-    const int rest = in_pass - plan_.kv_tile_begin[u] * plan_.pass_heads;
-    const int tiles = plan_.kv_tiles(u);
-    const int head = pass * plan_.pass_heads + rest / tiles;
+    const int heads = plan_.pass_heads(p_);
+    const int listed = plan_.first_shared + next_;
+    const int pass_tiles = plan_.kv_tile_begin[p_.num_query_tiles] * heads;
+    const int pass = listed / pass_tiles;
+    const int in_pass = listed - pass * pass_tiles;
+    const int place = find_last(plan_.kv_tile_begin, p_.num_query_tiles, in_pass / heads);
+    const int rest = in_pass - plan_.kv_tile_begin[place] * heads;
+    const int query_tile = plan_.query_tile_at[place];
+    const int tiles = plan_.kv_tiles_at(place);
+    const int head = pass * heads + rest / tiles;
     const int kv_tile = rest % tiles;
     const int count = ::min(tiles - kv_tile, end_ - next_);
     const int first = find_last(plan_.share_begin, plan_.workers, next_ - kv_tile);
     const int last = find_last(plan_.share_begin, plan_.workers, next_ - kv_tile + tiles - 1);
-    part = {u, head, kv_tile, count, {first, last - first + 1}};
+    part = {query_tile, head, kv_tile, count, {first, last - first + 1}};
     next_ += count;
     return true;
   }

@@ -18,17 +18,28 @@ __device__ inline int sum_before(int x) {
   return sum - x;
 }
 
-/// Replaces x[0, n) by its exclusive sums and x[n] by the total. Called by the first warp.
-template <class Count>
+/// Replaces x[0, n) by its exclusive sums and x[n] by the total. Called by the first warp, whose lanes take
+/// kEach numbers at a time.
+template <int kEach = 1, class Count>
 __device__ inline void exclusive_sum(Count* x, int n) {
   const int lane = static_cast<int>(threadIdx.x);
   int before = 0;
 #pragma unroll 1
-  for (int i = 0; i < n; i += kWarp) {
-    const int value = i + lane < n ? x[i + lane] : 0;
-    const int sum = before + sum_before(value);
-    if (i + lane < n) x[i + lane] = static_cast<Count>(sum);
-    before = __shfl_sync(~0u, sum + value, kWarp - 1);
+  for (int first = lane * kEach; first - lane * kEach < n; first += kWarp * kEach) {
+    int values[kEach];
+    int sum = 0;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      values[k] = first + k < n ? x[first + k] : 0;
+      sum += values[k];
+    }
+    int next = before + sum_before(sum);
+    before = __shfl_sync(~0u, next + sum, kWarp - 1);
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      if (first + k < n) x[first + k] = static_cast<Count>(next);
+      next += values[k];
+    }
   }
   if (lane == 0) x[n] = static_cast<Count>(before);
   __syncwarp();

@@ -271,6 +271,10 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows deals out query tiles of any
   check(2, 4, {{300, 1}, {500, 40}, {9, 1}, {64, 64}});
   check(2, 4, {{64, 64}, {300, 1}, {500, 40}, {9, 1}, {5, 0}, {80, 20}, {70, 1}});
   check(6, 8, {{20000, 40}});  // more keys than the L2 cache holds: 3 heads at a time
+  // Prompts of all lengths, which are dealt out by length: whole, in passes, and with a rest in shares.
+  check(3, 8, {{700, 700}, {650, 600}, {16, 16}, {1000, 900}, {120, 120}});
+  check(6, 8, {{3000, 500}, {20000, 40}});
+  check(1, 8, std::vector<Sequence>(19, {300, 300}));
 }
 
 TEMPLATE_TEST_CASE(
