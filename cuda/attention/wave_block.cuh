@@ -55,6 +55,7 @@ struct WaveShared {
   alignas(1024) std::byte values[S::kStages][S::kValueBytes];
   RowBounds<S::kRows> bounds[S::kBoundStages];
   WavePart parts[kPartStages];
+  WaveWalk walk;
   WavePlan<S::kTokens> plan;
   RingBarriers<kPartStages> part_barriers;
   RingBarriers<1> query_barriers;

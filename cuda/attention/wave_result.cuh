@@ -147,76 +147,75 @@ __device__ __forceinline__ void write_partials(const SplitPartials& to, int row,
   }
 }
 
-inline constexpr int kFewSplits = 4;  ///< Split partials that a warp combines for several rows at a time.
-inline constexpr int kFewSplitRows = kCombineBatch / kFewSplits;  ///< The rows.
+inline constexpr int kWarpRows = 2;    ///< Rows of which a warp combines the splits at a time.
+inline constexpr int kWarpSplits = 4;  ///< Splits that it loads at a time; there are seldom more.
 
-/// Combines rows [first_row, first_row + kFewSplitRows) of up to kFewSplits split partials into out and lse;
-/// one warp. All loads are on their way at once; combine_row() waits for memory with each row.
-__device__ inline void combine_few_splits(const SplitPartials& from, const QueryTile& query_tile, int head,
-                                          int first_row) {
+/// Combines the split partials of rows [first_row, first_row + kWarpRows) into out and lse; one warp. Row by
+/// row (combine_row) a warp would wait for memory more often.
+__device__ inline void combine_rows(const SplitPartials& from, const QueryTile& query_tile, int head,
+                                    int first_row) {
   const AttentionParams& p = from.p;
+  const int count = from.splits.count;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int last_row = query_tile.num_rows - 1;
-  const int last_split = from.splits.count - 1;
-  // Lane i * kFewSplitRows + r has the max and sum of split i of row r.
-  const int lane_split = lane / kFewSplitRows;
-  float max = -kInfinity;
-  float sum = 0.0f;
-  if (lane_split <= last_split) {
-    const int row = ::min(first_row + lane % kFewSplitRows, last_row);
-    max = __ldcg(from.max(lane_split, row));
-    sum = __ldcg(from.sum(lane_split, row));
-  }
+  // Lane i * kWarpRows + r looks after row r of split i.
+  const int lane_row = ::min(first_row + lane % kWarpRows, last_row);
+  const int lane_split = lane / kWarpRows;
   float top = -kInfinity;
-  float weight = 0.0f;
+  for (int i = lane_split; i < count; i += kWarp / kWarpRows) top = fmaxf(top, __ldcg(from.max(i, lane_row)));
 #pragma unroll 1
   for (int first = 0; first < p.value_dim; first += kWarp * kLaneColumns) {
     const int column = first + lane * kLaneColumns;
-    float4 parts[kFewSplitRows][kFewSplits];
+    float4 totals[kWarpRows] = {};
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int c = 0; c < count; c += kWarpSplits) {
+      float4 parts[kWarpRows][kWarpSplits];
 #pragma unroll
-    for (int r = 0; r < kFewSplitRows; ++r) {
+      for (int r = 0; r < kWarpRows; ++r) {
 #pragma unroll
-      for (int i = 0; i < kFewSplits; ++i)
-        parts[r][i] = __ldcg(from.out(::min(i, last_split), ::min(first_row + r, last_row),
-                                      column < p.value_dim ? column : 0));
-    }
-    if (first == 0) {
-      top = max;
+        for (int i = 0; i < kWarpSplits; ++i)
+          parts[r][i] = __ldcg(from.out(::min(c + i, count - 1), ::min(first_row + r, last_row),
+                                        column < p.value_dim ? column : 0));
+      }
+      const bool is_split = lane_split < kWarpSplits && c + lane_split < count;
+      const float lane_max = is_split ? __ldcg(from.max(c + lane_split, lane_row)) : -kInfinity;
+      const float lane_sum = is_split ? __ldcg(from.sum(c + lane_split, lane_row)) : 0.0f;
 #pragma unroll
-      for (int offset = kFewSplitRows; offset < kWarp; offset *= 2)
+      for (int offset = kWarpRows; offset < kWarp; offset *= 2)
         top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
-      weight = exp2f(max - (top == -kInfinity ? 0.0f : top));
-      sum *= weight;
+      const float weight = exp2f(lane_max - (top == -kInfinity ? 0.0f : top));
+      sum = fmaf(weight, lane_sum, sum);
 #pragma unroll
-      for (int offset = kFewSplitRows; offset < kWarp; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      for (int r = 0; r < kWarpRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < kWarpSplits; ++i)
+          add_weighted(totals[r], __shfl_sync(~0u, weight, i * kWarpRows + r), parts[r][i]);
+      }
     }
 #pragma unroll
-    for (int r = 0; r < kFewSplitRows; ++r) {
-      if (first_row + r > last_row) break;
-      float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+    for (int offset = kWarpRows; offset < kWarp; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
 #pragma unroll
-      for (int i = 0; i < kFewSplits; ++i)
-        add_weighted(total, __shfl_sync(~0u, weight, i * kFewSplitRows + r), parts[r][i]);
+    for (int r = 0; r < kWarpRows; ++r) {
+      if (first_row + r > last_row) break;
       const RowWriter<> writer(p, query_tile, head, first_row + r, __shfl_sync(~0u, top, r),
                                __shfl_sync(~0u, sum, r));
-      if (column < p.value_dim) writer.write(column, total);
+      if (column < p.value_dim) writer.write(column, totals[r]);
     }
   }
 }
 
-/// combine_splits() for the splits of a query tile of many rows, which are mostly few.
+/// combine_splits() for many rows.
 template <class Flag, class Meet>
 __device__ __forceinline__ void combine_wave_splits(const SplitPartials& all, const QueryTile& query_tile,
                                                     int u, int head, int thread, int threads, Flag& is_last,
                                                     const Meet& meet) {
-  if (all.splits.count > kFewSplits)
-    return combine_splits<false>(all, query_tile, u, head, thread, threads, is_last, meet);
   count_split(
       all, [&] { return all.p.counters + u * all.p.kv_heads + head; }, thread, is_last, meet);
   if (!is_last) return;
-  for (int row = thread / kWarp * kFewSplitRows; row < query_tile.num_rows;
-       row += threads / kWarp * kFewSplitRows)
-    combine_few_splits(all, query_tile, head, row);
+#pragma unroll 1
+  for (int row = thread / kWarp * kWarpRows; row < query_tile.num_rows; row += threads / kWarp * kWarpRows)
+    combine_rows(all, query_tile, head, row);
 }
 
 /// Combines the splits of one row that attend_waves() left, by one warp.

@@ -22,14 +22,15 @@
 
 namespace helix::cuda {
 
-/// The producer warp group: a warp copies keys, a warp values, two warps find the parts and copy queries.
-/// Copies with kWarps = 2 have the last two copy keys and values too, after the queries of each part.
+/// The producer warp group: a warp copies keys, a warp values, two warps queries. Copies with kWarps = 2 have
+/// the last two copy keys and values too, after the queries of each part. One thread finds the parts.
 template <class S, template <int, int> class Copies>
 struct WaveProducer {
   template <int kColumns>
   using TileCopies = Copies<kColumns, S::kTokens>;
   static constexpr int kTileWarps = TileCopies<S::kDim>::kWarps;
   static constexpr int kQueryThreads = 2 * kWarp;
+  static constexpr int kFirstQueryThread = 2 * kWarp;
 
   const AttentionParams& p;
   const WaveMaps& maps;
@@ -37,16 +38,12 @@ struct WaveProducer {
 
   __device__ __forceinline__ void run() const {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    if (warp == 0) {
-      copy_tiles<S::kDim>(maps.k, p.k, s.key_barriers, s.keys);
-    } else if (warp == 1) {
-      copy_tiles<S::kValueDim>(maps.v, p.v, s.value_barriers, s.values);
-    } else if (kTileWarps == 1) {
-      give_parts<0>(maps.k, p.k, s.key_barriers, s.keys);
-    } else if (warp == 2) {
-      give_parts<S::kDim>(maps.k, p.k, s.key_barriers, s.keys);
+    if (warp >= 2 * kTileWarps) {
+      copy<0>(warp, maps.k, p.k, s.key_barriers, s.keys);
+    } else if (warp % 2 == 0) {
+      copy<S::kDim>(warp, maps.k, p.k, s.key_barriers, s.keys);
     } else {
-      give_parts<S::kValueDim>(maps.v, p.v, s.value_barriers, s.values);
+      copy<S::kValueDim>(warp, maps.v, p.v, s.value_barriers, s.values);
     }
     // These warps are the first to have nothing left to do.
     if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && warp == 2) write_headers(p.headers);
@@ -57,94 +54,72 @@ struct WaveProducer {
     return static_cast<unsigned>(__cvta_generic_to_shared(x));
   }
 
-  /// Finds the parts, gives them to the other warps, and copies their queries and this warp's share of their
-  /// rows of kColumns columns, if any; the last two warps.
+  /// Copies what warp `warp` copies of all parts: its share of the rows of kColumns columns, if any, and, if
+  /// it is one of the last two, queries.
   template <int kColumns>
-  __device__ __forceinline__ void give_parts(const CUtensorMap& map, const PagedRows& rows,
-                                             RingBarriers<S::kStages>& barriers, const void* ring) const {
-    WaveWalk walk(p, s.plan);
-    WavePart part;
+  __device__ __forceinline__ void copy(int warp, const CUtensorMap& map, const PagedRows& rows,
+                                       RingBarriers<S::kStages>& barriers, const void* ring) const {
     RingPlace<kPartStages> part_place(s.part_barriers);
-    RingPlace<S::kStages> place(barriers);
     RingPlace<1> query_place(s.query_barriers);
-    for (unsigned i = 0;; ++i) {
-      const bool has_part = walk.next(part);
-      if (!has_part) part.count = 0;  // the end
-      // Keys and values follow the first queries, which would wait for their bytes; later on they come first.
-      if (i > 0) give_part(part, part_place);
-      give_queries(i, has_part, part, query_place, [&] {
-        if (i == 0) give_part(part, part_place);
-      });
-      if (!has_part) return;
-      if constexpr (kColumns > 0) copy_part<kColumns>(map, rows, part, ring, place);
-    }
-  }
-
-  __device__ __forceinline__ void give_part(const WavePart& part, RingPlace<kPartStages>& place) const {
-    if (threadIdx.x == 2 * kWarp) {
-      s.parts[place.stage()] = part;
-      barrier_arrive(place.full());
-    }
-    place.advance();
-  }
-
-  /// Copies this warp's share of the rows of kColumns columns of all parts; the other warps.
-  template <int kColumns>
-  __device__ __forceinline__ void copy_tiles(const CUtensorMap& map, const PagedRows& rows,
-                                             RingBarriers<S::kStages>& barriers, const void* ring) const {
-    RingPlace<kPartStages> part_place(s.part_barriers);
     RingPlace<S::kStages> place(barriers);
-    for (;; part_place.advance()) {
+    for (unsigned i = 0;; ++i) {
+      if (threadIdx.x == kFirstQueryThread) find_part(i, part_place, query_place);
       part_place.wait_full();
-      const WavePart& part = s.parts[part_place.stage()];
+      const WavePart part = s.parts[part_place.stage()];
+      part_place.advance();
+      if (kColumns == 0 || (kTileWarps > 1 && warp >= 2)) give_queries(i, part, query_place);
       if (part.count == 0) return;
-      copy_part<kColumns>(map, rows, part, ring, place);
+      if constexpr (kColumns > 0) {
+        if constexpr (TileCopies<kColumns>::kIsBox) {
+          TileCopies<kColumns>{p, map, maps.box_tokens}.copy(s.plan, part, shared_at(ring), place);
+        } else {
+          TileCopies<kColumns>{p, rows}.copy(s.plan, part, shared_at(ring), place, warp / 2);
+        }
+      }
     }
   }
 
-  template <int kColumns>
-  __device__ __forceinline__ void copy_part(const CUtensorMap& map, const PagedRows& rows,
-                                            const WavePart& part, const void* ring,
-                                            RingPlace<S::kStages>& place) const {
-    if constexpr (TileCopies<kColumns>::kIsBox) {
-      TileCopies<kColumns>{p, map, maps.box_tokens}.copy(s.plan, part, shared_at(ring), place);
-    } else {
-      TileCopies<kColumns>{p, rows}.copy(s.plan, part, shared_at(ring), place,
-                                         static_cast<int>(threadIdx.x) / kWarp / 2);
+  /// Finds the i-th part, or the end, and gives it to all copying warps; one thread.
+  __device__ __forceinline__ void find_part(unsigned i, const RingPlace<kPartStages>& place,
+                                            const RingPlace<1>& query_place) const {
+    WavePart& part = s.parts[place.stage()];
+    if (i == 0) s.walk.begin(s.plan);
+    s.walk.find_next(p, s.plan, part);
+    // Asked for after keys and values, the first queries would wait for these. Later on keys and values come
+    // first, while the previous part's queries are in use.
+    if (i == 0 && maps.has_queries && part.count > 0) ask_queries(part, query_place);
+    barrier_arrive(place.full());
+  }
+
+  /// Copies a part's queries as boxes; one thread.
+  __device__ __forceinline__ void ask_queries(const WavePart& part, const RingPlace<1>& place) const {
+    const int first_token = s.plan.query_tiles[part.query_tile].token(p, 0);
+    barrier_expect_more(place.full(), S::kQueryBytes);
+    for (int chunk = 0; chunk < S::kKeyChunks; ++chunk) {
+      copy_query_box(shared_at(s.queries) + static_cast<unsigned>(chunk) * (S::kRows * 128u), maps.q,
+                     chunk * kChunkColumns, part.head * p.group, first_token, place.full());
     }
   }
 
-  /// Gives the queries and row bounds of the i-th part, or the end, to those who multiply. Calls have_asked()
-  /// when the queries are on their way.
-  template <class HaveAsked>
-  __device__ __forceinline__ void give_queries(unsigned i, bool has_part, const WavePart& part,
-                                               RingPlace<1>& place, const HaveAsked& have_asked) const {
-    const int thread = static_cast<int>(threadIdx.x) - 2 * kWarp;
+  /// Gives the queries and row bounds of the i-th part, or the end, to those who multiply.
+  __device__ __forceinline__ void give_queries(unsigned i, const WavePart& part, RingPlace<1>& place) const {
+    const int thread = static_cast<int>(threadIdx.x) - kFirstQueryThread;
+    const bool has_part = part.count > 0;
     const auto find_bounds = [&] {
       const int u = part.query_tile;
       find_row_bounds<kQueryThreads>(p, s.plan.query_tiles[u], {s.plan.begin_token[u], s.plan.end_token[u]},
                                      s.bounds[i % S::kBoundStages], thread);
     };
-    // While the previous part's queries are in use; those of the first part are waited for.
-    const bool has_time = S::kBoundStages > 1 && i > 0;
-    if (has_part && has_time) find_bounds();
+    if (S::kBoundStages > 1 && has_part) find_bounds();
     place.wait_empty();
     if (has_part) {
-      const QueryTile query_tile = s.plan.query_tiles[part.query_tile];
-      const unsigned to = shared_at(s.queries);
       if (!maps.has_queries) {
-        copy_queries<S::kDim, S::kRows, kQueryThreads>(p, query_tile, part.head, to, thread);
-      } else if (thread == 0) {
-        barrier_expect_more(place.full(), S::kQueryBytes);
-        for (int chunk = 0; chunk < S::kKeyChunks; ++chunk) {
-          copy_query_box(to + static_cast<unsigned>(chunk) * (S::kRows * 128u), maps.q, chunk * kChunkColumns,
-                         part.head * p.group, query_tile.token(p, 0), place.full());
-        }
+        copy_queries<S::kDim, S::kRows, kQueryThreads>(p, s.plan.query_tiles[part.query_tile], part.head,
+                                                       shared_at(s.queries), thread);
+      } else if (thread == 0 && i > 0) {
+        ask_queries(part, place);
       }
-    }
-    have_asked();
-    if (has_part) {
-      if (!has_time) find_bounds();
+      if (S::kBoundStages == 1) find_bounds();
       if (!maps.has_queries) {
         wait_for_copies<0>();
         fence_before_copy();
