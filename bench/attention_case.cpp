@@ -19,7 +19,9 @@ constexpr std::string_view kPrefix = "partial_attention/";
 constexpr std::string_view kGrammar =
     "a case is written like "
     "heads:64:8/batch:8/tokens:131072/page:64/queries:1/dim:128/value_dim:128/kv:bf16, "
-    "then /ragged, /layout:token_major, /layout:latent or /portable; only tokens must be given";
+    "then /prompt:512 for other query tokens of the last sequence, /ragged, /layout:token_major, "
+    "/layout:latent "
+    "or /portable; only tokens must be given";
 
 [[noreturn]] void refuse(std::string_view part, std::string_view why) {
   throw Error(ErrorCode::invalid_argument,
@@ -57,6 +59,8 @@ void set_part(AttentionCase& c, std::string_view part) {
     c.page_tokens = size(kMaxPageTokens);
   } else if (key == "queries") {
     c.queries = size(kMaxStepTokens);
+  } else if (key == "prompt") {
+    c.prompt = size(kMaxStepTokens);
   } else if (key == "dim") {
     c.head_dim = size(kMaxSize);
   } else if (key == "value_dim") {
@@ -85,6 +89,7 @@ std::string AttentionCase::name() const {
                      std::to_string(kv_heads) + "/batch:" + std::to_string(batch) +
                      "/tokens:" + std::to_string(tokens) + "/page:" + std::to_string(page_tokens) +
                      "/queries:" + std::to_string(queries);
+  if (prompt != 0) name += "/prompt:" + std::to_string(prompt);
   if (head_dim != 128) name += "/dim:" + std::to_string(head_dim);
   if (value_dim != head_dim) name += "/value_dim:" + std::to_string(value_dim);
   if (kv_dtype != DType::bf16) name += "/kv:" + std::string(to_string(kv_dtype));
@@ -105,12 +110,13 @@ AttentionCase AttentionCase::parse(std::string_view name) {
   const bool is_latent = c.layout == AttentionLayout::latent;
   const double tokens = static_cast<double>(c.batch) * static_cast<double>(c.tokens);
   if (c.tokens == 0) refuse(name, "has no tokens");
-  if (c.queries > c.tokens) refuse(name, "has more query tokens than tokens");
+  if (std::max(c.queries, c.prompt) > c.tokens) refuse(name, "has more query tokens than tokens");
   if (c.query_heads % c.kv_heads != 0) refuse(name, "has query heads that KV heads do not divide");
   if (is_latent && (c.kv_heads != 1 || c.value_dim > c.head_dim))
     refuse(name, "has latents, and so needs one KV head and values that are columns of the keys");
   if (c.kv_dtype == DType::fp8_ds_mla && !is_latent) refuse(name, "has a type for latents alone");
-  if (tokens * static_cast<double>(c.token_bytes()) > kMaxBytes || c.batch * c.queries > kMaxStepTokens)
+  if (tokens * static_cast<double>(c.token_bytes()) > kMaxBytes ||
+      c.batch * c.queries + c.prompt > kMaxStepTokens)
     refuse(name, "is larger than any machine");
   return c;
 }
@@ -159,9 +165,11 @@ AttentionBatch AttentionCase::draw(std::mt19937& random) const {
       length = std::uniform_int_distribution<std::int64_t>(1, tokens)(random);
   }
   double visible_pairs = 0.0;  // of a head
-  for (const std::int64_t length : drawn.lengths) {
-    for (std::int64_t q = 0; q < queries; ++q) {
-      drawn.positions.push_back(std::max<std::int64_t>(0, length - queries + q));
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const std::int64_t length = drawn.lengths[static_cast<std::size_t>(b)];
+    const std::int64_t count = std::min(length, prompt > 0 && b == batch - 1 ? prompt : queries);
+    for (std::int64_t q = 0; q < count; ++q) {
+      drawn.positions.push_back(length - count + q);
       visible_pairs += static_cast<double>(drawn.positions.back() + 1);
     }
     drawn.query_offsets.push_back(static_cast<std::int32_t>(drawn.positions.size()));

@@ -34,7 +34,8 @@ struct AttentionBatch {
   double flops = 0.0;
 };
 
-/// Attention of a batch of sequences that all have as many query tokens, their last ones.
+/// Attention of a batch of sequences that all have as many query tokens, their last ones; shorter ones have
+/// as many as they are long, and the batch's last one may have others.
 struct AttentionCase {
   std::int64_t query_heads = 64;
   std::int64_t kv_heads = 8;
@@ -43,6 +44,8 @@ struct AttentionCase {
   std::int64_t tokens = 0;
   std::int64_t page_tokens = 64;
   std::int64_t queries = 1;
+  /// Query tokens of the last sequence, a prompt beside sequences that decode; 0: as many as the others.
+  std::int64_t prompt = 0;
   bool is_ragged = false;  ///< Lengths are random, uniform in [1, tokens].
   AttentionLayout layout = AttentionLayout::head_major;
   std::int64_t head_dim = 128;
@@ -51,7 +54,7 @@ struct AttentionCase {
   bool is_portable = false;  ///< On a GPU, whether to use the kernels that run on every GPU.
 
   /// "partial_attention/heads:64:8/batch:8/tokens:131072/page:64/queries:1", then what differs from the
-  /// values above: /dim:D /value_dim:Dv /kv:TYPE /ragged /layout:token_major (or latent) /portable.
+  /// values above: /prompt:N /dim:D /value_dim:Dv /kv:TYPE /ragged /layout:token_major (or latent) /portable.
   std::string name() const;
   /// The case of this name. The first component and those that have the values above may be missing, and all
   /// may come in any order. @throws Error(invalid_argument) that names what is wrong.

@@ -97,7 +97,7 @@ std::string_view kernel_of(const AttentionCase& c, bool is_foreign) {
   const std::int64_t rows = c.query_heads / c.kv_heads;
   const bool are_joined =
       c.kv_dtype == DType::fp8_ds_mla || (is_foreign && c.layout == AttentionLayout::latent);
-  if (c.queries > 1 || rows > 16 || are_joined) return "";
+  if (c.queries > 1 || c.prompt > 1 || rows > 16 || are_joined) return "";
   switch (c.kv_dtype) {
     case DType::f32:
       return "attention.f32";

@@ -77,6 +77,8 @@ class Case:
         case = cls(**fields)
         if "tokens" not in fields:
             raise ValueError(f"'{name}' has no tokens")
+        if case.queries > (1 if case.ragged else case.tokens):
+            raise ValueError(f"'{name}' has more query tokens than a sequence may have tokens; ragged cases have one here")
         if case.is_latent != ("layout:latent" in name.split("/")):
             raise ValueError(f"'{name}': layout:latent and a value_dim other than dim come together here")
         return case

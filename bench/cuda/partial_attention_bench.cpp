@@ -170,6 +170,13 @@ constexpr Case kCases[] = {
     {.query_heads = 16, .kv_heads = 16, .tokens = 32768, .queries = 4096, .head_dim = 192, .value_dim = 128},
     {.query_heads = 32, .kv_heads = 32, .tokens = 32768, .queries = 4096, .head_dim = 96},
     {.query_heads = 16, .kv_heads = 8, .tokens = 32768, .queries = 4096, .head_dim = 256},
+    // Batches of prompts, and a prompt's chunk beside sequences that decode.
+    {.query_heads = 32, .batch = 8, .tokens = 1024, .queries = 1024},
+    {.query_heads = 32, .batch = 16, .tokens = 256, .queries = 256},
+    {.query_heads = 32, .batch = 8, .tokens = 4096, .queries = 4096, .is_ragged = true},
+    {.query_heads = 32, .batch = 64, .tokens = 4096, .prompt = 512},
+    e4m3({.query_heads = 32, .batch = 8, .tokens = 1024, .queries = 1024}),
+    e4m3({.query_heads = 32, .batch = 64, .tokens = 4096, .prompt = 512}),
     // Kernels that run on every GPU.
     portable({.batch = 64, .tokens = 8192}),
     portable({.batch = 8, .tokens = 131072}),

@@ -18,8 +18,8 @@ using helix::bench::AttentionLayout;
 
 TEST_CASE("a case of attention is read from its name") {
   const std::string name =
-      "partial_attention/heads:6:2/batch:3/tokens:777/page:16/queries:5/dim:96/value_dim:80/kv:fp8_e4m3/"
-      "ragged/layout:token_major/portable";
+      "partial_attention/heads:6:2/batch:3/tokens:777/page:16/queries:5/prompt:70/dim:96/value_dim:80/"
+      "kv:fp8_e4m3/ragged/layout:token_major/portable";
   const AttentionCase c = AttentionCase::parse(name);
   CHECK(c.query_heads == 6);
   CHECK(c.kv_heads == 2);
@@ -27,6 +27,7 @@ TEST_CASE("a case of attention is read from its name") {
   CHECK(c.tokens == 777);
   CHECK(c.page_tokens == 16);
   CHECK(c.queries == 5);
+  CHECK(c.prompt == 70);
   CHECK(c.head_dim == 96);
   CHECK(c.value_dim == 80);
   CHECK(c.kv_dtype == helix::DType::fp8_e4m3);
@@ -54,6 +55,8 @@ TEST_CASE("a name that is no case's is refused with the part that is wrong") {
       {"tokens:9/heads:8", "'heads:8' has no number from 1"},
       {"tokens:9/heads:9:2", "KV heads do not divide"},
       {"tokens:9/queries:10", "more query tokens than tokens"},
+      {"tokens:9/prompt:10", "more query tokens than tokens"},
+      {"tokens:9/prompt:0", "'prompt:0' has no number from 1"},
       {"tokens:9/kv:int3", "'kv:int3' names no type"},
       {"tokens:9/colour:red", "'colour:red' is no part of a case"},
       {"tokens:9/ragged:1", "'ragged:1' is no part of a case"},
@@ -67,6 +70,30 @@ TEST_CASE("a name that is no case's is refused with the part that is wrong") {
     INFO(name);
     CHECK(helix::test::failure_message([&] { (void)AttentionCase::parse(name); }).find(why) !=
           std::string::npos);
+  }
+}
+
+TEST_CASE("a case's last sequence may have a prompt's query tokens beside others that decode") {
+  std::mt19937 random(1);
+  const helix::bench::AttentionBatch batch =
+      AttentionCase::parse("heads:8:2/batch:3/tokens:50/queries:2/prompt:5").draw(random);
+  CHECK(batch.query_offsets == std::vector<std::int32_t>{0, 2, 4, 9});
+  CHECK(batch.positions == std::vector<std::int64_t>{48, 49, 48, 49, 45, 46, 47, 48, 49});
+  constexpr double kPairs = 2.0 * (49 + 50) + (46 + 47 + 48 + 49 + 50);
+  CHECK(batch.flops == 2.0 * kPairs * 8 * (128 + 128));
+}
+
+TEST_CASE("a case's short sequences have no more query tokens than tokens") {
+  std::mt19937 random(1);
+  const helix::bench::AttentionBatch batch =
+      AttentionCase::parse("heads:8:2/batch:40/tokens:20/queries:10/ragged").draw(random);
+  CHECK(*std::min_element(batch.lengths.begin(), batch.lengths.end()) < 10);
+  for (std::size_t b = 0; b < batch.lengths.size(); ++b) {
+    const auto begin = static_cast<std::size_t>(batch.query_offsets[b]);
+    const auto end = static_cast<std::size_t>(batch.query_offsets[b + 1]);
+    CHECK(static_cast<std::int64_t>(end - begin) == std::min<std::int64_t>(10, batch.lengths[b]));
+    for (std::size_t i = begin; i < end; ++i)
+      CHECK(batch.positions[i] == batch.lengths[b] - static_cast<std::int64_t>(end - i));
   }
 }
 

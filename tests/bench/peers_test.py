@@ -123,7 +123,8 @@ class CommandLine(unittest.TestCase):
 
     def test_a_case_that_peers_do_not_have_is_refused(self):
         for name, why in (("tokens:9/page:16", "'page:16'"), ("heads:8:8", "has no tokens"), ("tokens:9/dim:576/value_dim:512", "layout"),
-                          ("tokens:9/kv:f16", "'kv:f16'"), ("tokens:-9", "'tokens:-9'"), ("tokens:9/layout:latent", "layout:latent")):
+                          ("tokens:9/kv:f16", "'kv:f16'"), ("tokens:9/prompt:4", "'prompt:4'"),
+                          ("tokens:9/queries:2/ragged", "more query tokens"), ("tokens:9/queries:10", "more query tokens"), ("tokens:-9", "'tokens:-9'"), ("tokens:9/layout:latent", "layout:latent")):
             result = run("--list", "--case", name)
             self.assertEqual(result.returncode, 2, name)
             self.assertIn(why, result.stderr)
