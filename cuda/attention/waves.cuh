@@ -38,8 +38,8 @@ struct WaveProducer {
 
   __device__ __forceinline__ void run() const {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    if (warp >= 2 * kTileWarps) {
-      copy<0>(warp, maps.k, p.k, s.key_barriers, s.keys);
+    if (kTileWarps == 1 && warp >= 2) {
+      if constexpr (kTileWarps == 1) copy<0>(warp, maps.k, p.k, s.key_barriers, s.keys);
     } else if (warp % 2 == 0) {
       copy<S::kDim>(warp, maps.k, p.k, s.key_barriers, s.keys);
     } else {
@@ -59,15 +59,16 @@ struct WaveProducer {
   template <int kColumns>
   __device__ __forceinline__ void copy(int warp, const CUtensorMap& map, const PagedRows& rows,
                                        RingBarriers<S::kStages>& barriers, const void* ring) const {
+    constexpr bool kMayHaveQueries = kColumns == 0 || kTileWarps > 1;
     RingPlace<kPartStages> part_place(s.part_barriers);
     RingPlace<1> query_place(s.query_barriers);
     RingPlace<S::kStages> place(barriers);
     for (unsigned i = 0;; ++i) {
-      if (threadIdx.x == kFirstQueryThread) find_part(i, part_place, query_place);
+      if (kMayHaveQueries && threadIdx.x == kFirstQueryThread) find_part(i, part_place, query_place);
       part_place.wait_full();
       const WavePart part = s.parts[part_place.stage()];
       part_place.advance();
-      if (kColumns == 0 || (kTileWarps > 1 && warp >= 2)) give_queries(i, part, query_place);
+      if (kMayHaveQueries && warp >= 2) give_queries(i, part, query_place);
       if (part.count == 0) return;
       if constexpr (kColumns > 0) {
         if constexpr (TileCopies<kColumns>::kIsBox) {
