@@ -461,14 +461,31 @@ TEST_CASE("short prompts do not wait for long ones, nor these for short ones", "
     return of_entries;
   };
   // The short prompt, and half of the long one.
-  CHECK(counts(decoder.step()) == std::vector<std::int32_t>{5, 6});
+  StepOrder order = decoder.step();
+  CHECK(counts(order) == std::vector<std::int32_t>{5, 6});
+  CHECK_FALSE(order.replicas[0].step.is_decode);
   // The first request draws its second token.
-  CHECK(counts(decoder.step()) == std::vector<std::int32_t>{1, 5, 6});
+  order = decoder.step();
+  CHECK(counts(order) == std::vector<std::int32_t>{1, 5, 6});
+  CHECK_FALSE(order.replicas[0].step.is_decode);
 
   Decoder equals(spec);
   for (const std::int32_t token : {1, 2}) equals.scheduler().take(uniform(token, 20));
   CHECK(counts(equals.step()) == std::vector<std::int32_t>{11});
   CHECK(counts(equals.step()) == std::vector<std::int32_t>{9, 2});
+
+  // With its half of the step the first prompt has the fewest tokens left.
+  Decoder halved(spec);
+  halved.scheduler().take(uniform(1, 20));
+  halved.scheduler().take(uniform(2, 18));
+  CHECK(counts(halved.step()) == std::vector<std::int32_t>{11});
+}
+
+TEST_CASE("a step without prompts is a decode step", "[quick]") {
+  Decoder decoder(small_spec());
+  decoder.scheduler().take(uniform(1, 5));
+  CHECK_FALSE(decoder.step().replicas[0].step.is_decode);
+  CHECK(decoder.step().replicas[0].step.is_decode);
 }
 
 TEST_CASE("beginnings of 16 tokens and more are shared", "[quick]") {
@@ -503,6 +520,27 @@ TEST_CASE("many requests with one long beginning join in no time", "[quick]") {
   scheduler.next();
   CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
   CHECK(scheduler.stats().running == kRequests);
+}
+
+TEST_CASE("a prompt is compared only with caches that may share more of it", "[quick]") {
+  constexpr std::int32_t kRequests = 64;
+  constexpr std::size_t kShared = 100;
+  SchedulerSpec spec = spacious_spec(kRequests, 512);
+  spec.prefill_tokens = 1 << 20;
+  spec.max_compared_tokens = 2 * kRequests * kShared;  // many fewer than each with all
+  Decoder decoder(spec);
+  const auto take = [&](std::int32_t own_token) {
+    ServeRequest request = uniform(1, kShared + 10);
+    request.id = std::to_string(own_token);
+    std::fill_n(request.prompt.end() - 10, 10, own_token);
+    decoder.scheduler().take(std::move(request));
+  };
+  for (std::int32_t i = 0; i < kRequests; ++i) take(2 + i);
+  decoder.run_to_end();
+  REQUIRE(decoder.scheduler().stats().retained == kRequests);
+  for (std::int32_t i = 0; i < 30; ++i) take(2 + kRequests + i);
+  decoder.step();
+  CHECK(decoder.scheduler().stats().running == 30);
 }
 
 TEST_CASE("prompts that continue one another join over several steps", "[quick]") {
@@ -603,11 +641,14 @@ TEST_CASE("a request that says no max_tokens has at most what the context leaves
   SchedulerSpec spec = small_spec();
   spec.default_max_tokens = 16;
   Decoder decoder(spec);
-  ServeRequest request = uniform(1, static_cast<std::size_t>(spec.max_tokens) - 5);
-  request.max_tokens.reset();
-  decoder.scheduler().take(request);
-  decoder.run_to_end();
-  CHECK(decoder.ends.at(request.id)["usage"]["completion_tokens"] == 5);
+  for (const std::int32_t left : {1, 5, 16}) {
+    ServeRequest request = uniform(left, static_cast<std::size_t>(spec.max_tokens - left));
+    request.max_tokens.reset();
+    decoder.scheduler().take(request);
+    decoder.run_to_end();
+    CHECK(decoder.errors.empty());
+    CHECK(decoder.ends[request.id]["usage"]["completion_tokens"] == left);
+  }
 }
 
 TEST_CASE("a waiting request that is cancelled leaves its turn to the next", "[quick]") {
@@ -621,6 +662,24 @@ TEST_CASE("a waiting request that is cancelled leaves its turn to the next", "[q
   decoder.scheduler().take(CancelCommand{second.id});
   decoder.step();
   CHECK(decoder.scheduler().stats().running == 2);
+}
+
+TEST_CASE("the id of a request that ended or was cancelled may come again", "[quick]") {
+  Decoder decoder(small_spec());
+  const auto takes = [&] {
+    decoder.ends.clear();
+    decoder.tokens.clear();
+    decoder.scheduler().take(uniform(1, 5));
+    CHECK(decoder.errors.empty());
+  };
+  takes();
+  decoder.run_to_end();  // to its end
+  takes();
+  decoder.scheduler().take(CancelCommand{"1"});  // while it waits
+  takes();
+  decoder.step();
+  decoder.scheduler().take(CancelCommand{"1"});  // while it runs
+  takes();
 }
 
 TEST_CASE("a short request that ends early leaves its pages to the next", "[quick]") {
@@ -652,6 +711,7 @@ TEST_CASE("what an ended request reserved and did not use takes the cache of no 
   const ServeStats stats = decoder.scheduler().stats();
   CHECK(stats.running == 1);
   CHECK(stats.retained == 1);
+  CHECK(stats.pages == 5);
   CHECK(stats.pages_used == 2);  // not those that are only reserved
 }
 
@@ -684,10 +744,12 @@ TEST_CASE("a request whose logits are not finite leaves its id and its pages", "
 }
 
 TEST_CASE("each request of a step gets as many of its own row's likeliest tokens as it asks for", "[quick]") {
-  std::map<std::string, nlohmann::json> best;
+  std::map<std::string, nlohmann::json> best, log_probs;
   Scheduler scheduler(small_spec(), [&](const std::string& event) {
     const auto parsed = nlohmann::json::parse(event);
-    if (parsed["event"] == "token") best[parsed["id"]] = parsed["best"];
+    if (parsed["event"] != "token") return;
+    best[parsed["id"]] = parsed["best"];
+    log_probs[parsed["id"]] = parsed["log_prob"];
   });
   for (const std::int32_t id : {1, 2, 3}) {
     ServeRequest request = uniform(id, 2);
@@ -697,12 +759,13 @@ TEST_CASE("each request of a step gets as many of its own row's likeliest tokens
   const StepOrder order = scheduler.next();
   CHECK(order.replicas[0].step.num_best == 3);
   scheduler.complete(std::vector<ReplicaResult>{{.tokens = {7, 7, 7},
-                                                 .log_probs = {-1, -1, -1},
+                                                 .log_probs = {-1, -4, -7},
                                                  .best_ids = {10, 11, 12, 20, 21, 22, 30, 31, 32},
                                                  .best_log_probs = {-1, -2, -3, -4, -5, -6, -7, -8, -9}}});
   CHECK(best.at("1") == nlohmann::json::parse("[[10, -1.0]]"));
   CHECK(best.at("2") == nlohmann::json::parse("[[20, -4.0], [21, -5.0], [22, -6.0]]"));
   CHECK(best.at("3") == nlohmann::json::parse("[[30, -7.0]]"));
+  CHECK(log_probs == std::map<std::string, nlohmann::json>{{"1", -1.0}, {"2", -4.0}, {"3", -7.0}});
 }
 
 TEST_CASE("requests without a seed draw by seeds of their own, those with one by it", "[quick]") {
@@ -759,6 +822,36 @@ TEST_CASE("the times of a request are no more than it took, one after the other"
         taken.count());
 }
 
+TEST_CASE("a request that is cancelled says how long it waited, ran and drew", "[quick]") {
+  const auto sleep = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+  SchedulerSpec spec = small_spec();
+  spec.max_sequences = 1;
+  Decoder decoder(spec);
+  const auto start = std::chrono::steady_clock::now();
+  decoder.scheduler().take(uniform(1, 20));
+  decoder.scheduler().take(uniform(2, 6));
+  decoder.step();  // the first half of the first prompt
+  sleep();
+  for (const char* const id : {"1", "2"}) decoder.scheduler().take(CancelCommand{id});
+  const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
+  const auto is_slept = [&](const nlohmann::json& ms) {
+    return ms.get<double>() >= 20.0 && ms.get<double>() <= taken.count();
+  };
+  const nlohmann::json& in_prefill = decoder.ends.at("1")["timing"];
+  CHECK(is_slept(in_prefill["prefill_ms"]));
+  CHECK(in_prefill["decode_ms"] == 0.0);
+  const nlohmann::json& waiting = decoder.ends.at("2");
+  CHECK(is_slept(waiting["timing"]["queued_ms"]));
+  CHECK(waiting["usage"] ==
+        nlohmann::json{{"prompt_tokens", 6}, {"cached_tokens", 0}, {"completion_tokens", 0}});
+
+  decoder.scheduler().take(uniform(3, 2));
+  decoder.step();
+  sleep();
+  decoder.scheduler().take(CancelCommand{"3"});
+  CHECK(decoder.ends.at("3")["timing"]["decode_ms"] == 0.0);  // up to the last token, not to the end
+}
+
 TEST_CASE("orders and results are the same behind serialize()", "[quick]") {
   StepOrder order;
   order.is_last = true;
@@ -778,11 +871,33 @@ TEST_CASE("orders and results are the same behind serialize()", "[quick]") {
   const StepOrder back = deserialize_order(bytes);
   CHECK(back.is_last);
   REQUIRE(back.replicas.size() == 2);
+  REQUIRE(back.replicas[0].cache_calls.size() == 1);
+  const CacheCall& call = back.replicas[0].cache_calls[0];
+  CHECK(call.kind == CacheCall::Kind::fork);
+  CHECK(call.id == SequenceId{1, 2, 3});
+  CHECK(call.parent == SequenceId{4, 5, 6});
+  CHECK(call.tokens == 7);
   CHECK(back.replicas[0].step == order.replicas[0].step);
   CHECK(back.replicas[1].step == order.replicas[1].step);
   CHECK(serialize(back) == bytes);
   for (std::size_t size = 0; size < bytes.size(); ++size)
     CHECK_THROWS_AS(deserialize_order(std::span(bytes).first(size)), Error);
+  std::vector<std::byte> longer = bytes;
+  longer.emplace_back();
+  CHECK_THROWS_AS(deserialize_order(longer), Error);
+
+  const ReplicaResult result{
+      .tokens = {1, 2}, .log_probs = {-1, -2}, .best_ids = {3, 4, 5, 6}, .best_log_probs = {-3, -4, -5, -6}};
+  std::vector<std::byte> drawn = serialize(result);
+  const ReplicaResult same = deserialize_result(drawn);
+  CHECK(same.tokens == result.tokens);
+  CHECK(same.log_probs == result.log_probs);
+  CHECK(same.best_ids == result.best_ids);
+  CHECK(same.best_log_probs == result.best_log_probs);
+  for (std::size_t size = 0; size < drawn.size(); ++size)
+    CHECK_THROWS_AS(deserialize_result(std::span(drawn).first(size)), Error);
+  drawn.emplace_back();
+  CHECK_THROWS_AS(deserialize_result(drawn), Error);
 }
 
 }  // namespace helix::test
