@@ -42,11 +42,15 @@ Line* lines_at(const std::byte* at) {
 /// Threads that reach each other's memory, like ranks on GPUs.
 class WindowedComm : public cpu::LocalComm {
  public:
-  explicit WindowedComm(cpu::LocalComm comm) : LocalComm(std::move(comm)) {}
-  WindowedComm split(int color, int key) { return WindowedComm(LocalComm::split(color, key)); }
+  explicit WindowedComm(cpu::LocalComm comm, bool has_windows = true)
+      : LocalComm(std::move(comm)), has_windows_(has_windows) {}
+  WindowedComm split(int color, int key) { return WindowedComm(LocalComm::split(color, key), has_windows_); }
 
-  bool has_windows() const { return true; }
+  bool has_windows() const { return has_windows_; }
+  /// Bytes that the last window was asked for.
+  std::int64_t asked_bytes() const { return asked_bytes_; }
   HostWindow allocate_window(std::size_t bytes, std::int64_t parts) {
+    asked_bytes_ = static_cast<std::int64_t>(bytes);
     const std::int64_t unit = 16 * parts;
     HostWindow window{.memory = {},
                       .stride = (static_cast<std::int64_t>(bytes) + unit - 1) / unit * unit + unit};
@@ -63,6 +67,10 @@ class WindowedComm : public cpu::LocalComm {
     delete own;
     return window;
   }
+
+ private:
+  bool has_windows_;
+  std::int64_t asked_bytes_ = 0;
 };
 
 /// Ends an exchange with a barrier and its header, and checks the headers of the peers.
@@ -321,6 +329,38 @@ TEST_CASE("what lies in a window lies apart, for both slots of every sender, and
       }
     }
   }
+}
+
+TEST_CASE("a window has room for two slots, and attention and the combine are told of both") {
+  for (const std::int64_t tokens : {1, 5}) {
+    CAPTURE(tokens);
+    CHECK_NOTHROW(run_ranks_or_throw(3, [&](cpu::LocalComm& comm) {
+      const KvpAllToAllSpec spec{.max_tokens = tokens, .num_query_heads = 6, .value_dim = 4};
+      WindowedComm stage(comm);
+      LineBackend backend(stage, stage.split(0, comm.rank()));
+      const KvpAllToAll<LineBackend> exchange(backend, spec);
+      const WindowLayout layout(spec, 3, sizeof(float), LineBackend::kMaxLineBytes);
+      const std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens));
+      const auto target = exchange.outgoing({.tokens = tokens}, positions.data()).target;
+      if (backend.comms().kvp->asked_bytes() != layout.total_bytes)
+        throw Error(ErrorCode::internal, "a window of another size");
+      if (target.slot.bytes != layout.slot_bytes || target.exchange.slot_bytes != layout.slot_bytes)
+        throw Error(ErrorCode::internal, "another distance of slots");
+    }));
+  }
+}
+
+TEST_CASE("a backend whose group has no windows combines messages") {
+  CHECK_NOTHROW(run_ranks_or_throw(2, [](cpu::LocalComm& comm) {
+    const KvpAllToAllSpec spec{.max_tokens = 5, .num_query_heads = 4, .value_dim = 6};
+    cpu::Backend<cpu::LocalComm> plain(comm, comm.split(0, comm.rank()));
+    WindowedComm stage(comm, /*has_windows=*/false);
+    WindowedBackend backend(stage, stage.split(0, comm.rank()));
+    KvpAllToAll<WindowedBackend> exchange(backend, spec);
+    if (exchange.has_windows()) throw Error(ErrorCode::internal, "windows that the group does not have");
+    if (combine(backend, exchange, 5, 2) != combine(plain, spec, 5, 1))
+      throw Error(ErrorCode::internal, "other bits");
+  }));
 }
 
 TEST_CASE("over windows a step is one slice, and exchange() still packs messages") {
