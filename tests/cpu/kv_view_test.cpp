@@ -294,6 +294,7 @@ TEST_CASE(
 TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
   struct Prepared {
     Attended attended;
+    Readable of_latents{true};
     std::vector<float> k = std::vector<float>(3 * 2 * 8), frequencies = std::vector<float>(4, 0.5f);
     PrepareQkvArgs<float> args{.q = {attended.q.data(), {3, 2, 8}},
                                .k = {k.data(), {3, 2, 8}},
@@ -312,6 +313,18 @@ TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
         [](Prepared& p) {
           const std::int64_t sequences = p.args.batch.num_sequences();
           p.args.batch = p.args.batch.slice(sequences - 1, 1);
+        }},
+       {"prepare_qkv: the batch is tokens 0 to 1 of k's 3",
+        [](Prepared& p) { p.args.batch = p.args.batch.slice(0, 1); }},
+       {"prepare_qkv: the cache holds latents", [](Prepared& p) { p.args.kv = p.of_latents.kv; }},
+       {"prepare_qkv: q is [3, 0, 8]", [](Prepared& p) { p.args.q = p.args.q.slice(1, 0, 0); }},
+       {"prepare_qkv: q is [3, 1048577, 8]",
+        [](Prepared& p) {
+          p.args.q = {p.attended.q.data(), {3, kMaxCount + 1, 8}, {16, 8, 1}};
+        }},
+       {"prepare_qkv: q is [3, 2, 8] with a last stride of 2",
+        [](Prepared& p) {
+          p.args.q = {p.attended.q.data(), {3, 2, 8}, {16, 8, 2}};
         }},
        {"prepare_qkv: q_norm is fp8_e4m3",
         [](Prepared& p) {
@@ -371,6 +384,26 @@ TEST_CASE("latents are prepared only where rows, queries, norm and rope fit") {
         }},
        {"prepare_latent: q_in is [1, 2, 8]", [](Prepared& p) { p.args.q_in = p.args.q_in.slice(0, 0, 1); }},
        {"prepare_latent: q_in is [3, 2, 8]", [](Prepared& p) { p.args.q_out = p.args.q_out.slice(1, 0, 1); }},
+       {"prepare_latent: q_in is [3, 0, 8]",
+        [](Prepared& p) {
+          p.args.q_in = p.args.q_in.slice(1, 0, 0);
+          p.args.q_out = p.args.q_out.slice(1, 0, 0);
+        }},
+       {"prepare_latent: q_in is [3, 1048577, 8]",
+        [](Prepared& p) {
+          p.args.q_in = TensorView<const float, 3>(p.q.data(), {3, kMaxCount + 1, 8}, {16, 8, 1});
+          p.args.q_out = {p.q.data(), {3, kMaxCount + 1, 8}, {16, 8, 1}};
+        }},
+       {"prepare_latent: q_out is [3, 2, 8] with a last stride of 2",
+        [](Prepared& p) {
+          p.args.q_out = {p.q.data(), {3, 2, 8}, {16, 8, 2}};
+        }},
+       {"prepare_latent: the batch is tokens 0 to 2 of 3 latents",
+        [](Prepared& p) {
+          p.offsets[1] = 2;
+          p.args.q_in = p.args.q_in.slice(0, 0, 2);
+          p.args.q_out = p.args.q_out.slice(0, 0, 2);
+        }},
        {"prepare_latent: q_out is [3, 2, 7]",
         [](Prepared& p) { p.args.q_out = p.args.q_out.slice(2, 0, 7); }},
        {"prepare_latent: the cache has keys and values of 2 heads",
@@ -382,10 +415,9 @@ TEST_CASE("latents are prepared only where rows, queries, norm and rope fit") {
         [](Prepared& p) {
           p.args.latents = {nullptr, {3, 1, 16}};
         }},
-       {"prepare_latent: norm is [1, 0], without data; it must be [1, 8]",
-        [](Prepared& p) {
-          p.args.norm = {nullptr, DType::f32, 1, 0};
-        }},
+       {"prepare_latent: norm is [1, 8], without data; it must be [1, 8]",
+        [](Prepared& p) { p.args.norm.data = nullptr; }},
+       {"prepare_latent: norm is [1, 7]; it must be [1, 8]", [](Prepared& p) { p.args.norm.cols = 7; }},
        {"prepare_latent: norm is [2, 8]; it must be [1, 8]", [](Prepared& p) { p.args.norm.rows = 2; }},
        {"prepare_latent: norm is fp8_e4m3", [](Prepared& p) { p.args.norm.dtype = DType::fp8_e4m3; }},
        {"rotary_dim is 10; it must be even and in [0, 8]", [](Prepared& p) { p.args.rope.rotary_dim = 10; }},
@@ -399,23 +431,37 @@ TEST_CASE("latents are prepared only where rows, queries, norm and rope fit") {
       });
 }
 
+/// A projection of three tokens; tests modify it.
+struct Projected {
+  Attended attended;
+  std::vector<float> in = std::vector<float>(3 * 5, 1.0f), weight = std::vector<float>(48 * 5, 1.0f);
+  std::vector<float> qkv = std::vector<float>(3 * 48, 7.0f), frequencies = std::vector<float>(4, 0.5f);
+  ProjectQkvArgs<float> args{
+      .linear = {.in = {in.data(), {3, 5}},
+                 .weight = {weight.data(), DType::f32, 48, 5},
+                 .bias = {},
+                 .out = {qkv.data(), {3, 48}}},
+      .prepare = {.q = {qkv.data(), {3, 2, 8}, {48, 8, 1}},
+                  .k = {qkv.data() + 16, {3, 2, 8}, {48, 8, 1}},
+                  .v = TensorView<const float, 3>(qkv.data() + 32, {3, 2, 8}, {48, 8, 1}),
+                  .rope = {.inverse_frequency = frequencies.data(), .rotary_dim = 8},
+                  .batch = attended.args.batch,
+                  .kv = attended.readable.kv}};
+};
+
+/// Waits for what was queued, even after an error.
+void project(Projected& projected) {
+  const auto stream = projected.attended.backend.create_stream();
+  try {
+    project_qkv(projected.attended.backend, projected.args, stream);
+  } catch (const Error&) {
+    projected.attended.backend.synchronize(stream);
+    throw;
+  }
+  projected.attended.backend.synchronize(stream);
+}
+
 TEST_CASE("q, k and v are projected only where rows and shapes of the product fit, and nothing before") {
-  struct Projected {
-    Attended attended;
-    std::vector<float> in = std::vector<float>(3 * 5, 1.0f), weight = std::vector<float>(48 * 5, 1.0f);
-    std::vector<float> qkv = std::vector<float>(3 * 48, 7.0f), frequencies = std::vector<float>(4, 0.5f);
-    ProjectQkvArgs<float> args{
-        .linear = {.in = {in.data(), {3, 5}},
-                   .weight = {weight.data(), DType::f32, 48, 5},
-                   .bias = {},
-                   .out = {qkv.data(), {3, 48}}},
-        .prepare = {.q = {qkv.data(), {3, 2, 8}, {48, 8, 1}},
-                    .k = {qkv.data() + 16, {3, 2, 8}, {48, 8, 1}},
-                    .v = TensorView<const float, 3>(qkv.data() + 32, {3, 2, 8}, {48, 8, 1}),
-                    .rope = {.inverse_frequency = frequencies.data(), .rotary_dim = 8},
-                    .batch = attended.args.batch,
-                    .kv = attended.readable.kv}};
-  };
   check_mistakes<Projected>(
       {{"prepare_qkv: q is null",
         [](Projected& p) {
@@ -428,6 +474,20 @@ TEST_CASE("q, k and v are projected only where rows and shapes of the product fi
        {"out [3, 47], weight [48, 5]",
         [](Projected& p) { p.args.linear.out = p.args.linear.out.slice(1, 0, 47); }},
        {"out [3, 48] (accumulated)", [](Projected& p) { p.args.linear.accumulate = true; }},
+       {"out [2, 48], weight [48, 5]",
+        [](Projected& p) { p.args.linear.out = p.args.linear.out.slice(0, 0, 2); }},
+       {"project_qkv: out is null",
+        [](Projected& p) {
+          p.args.linear.out = {nullptr, {3, 48}};
+        }},
+       {"project_qkv: bias is [2, 48]; it must be [1, 48] or empty",
+        [](Projected& p) {
+          p.args.linear.bias = {p.weight.data(), DType::f32, 2, 48};
+        }},
+       {"project_qkv: bias is fp8_e4m3",
+        [](Projected& p) {
+          p.args.linear.bias = {p.weight.data(), DType::fp8_e4m3, 1, 48};
+        }},
        {"project_qkv: bias is [1, 47]; it must be [1, 48] or empty",
         [](Projected& p) {
           p.args.linear.bias = {p.weight.data(), DType::f32, 1, 47};
@@ -467,17 +527,30 @@ TEST_CASE("q, k and v are projected only where rows and shapes of the product fi
         }}},
       [] { return Projected(); },
       [](Projected& p) {
-        const auto stream = p.attended.backend.create_stream();
         try {
-          project_qkv(p.attended.backend, p.args, stream);
+          project(p);
         } catch (const Error&) {
-          p.attended.backend.synchronize(stream);
           CHECK(p.qkv.front() == 7.0f);
           throw;
         }
-        p.attended.backend.synchronize(stream);
         CHECK(p.qkv.front() != 7.0f);
       });
+}
+
+TEST_CASE("strides between heads or tokens of which there is one are not looked at") {
+  Projected one_head;
+  one_head.args.prepare.q = {one_head.qkv.data(), {3, 1, 8}, {48, 0, 1}};
+  CHECK_NOTHROW(project(one_head));
+
+  Projected one_token;
+  one_token.args.linear.in = one_token.args.linear.in.slice(0, 0, 1);
+  one_token.args.linear.out = one_token.args.linear.out.slice(0, 0, 1);
+  PrepareQkvArgs<float>& prepare = one_token.args.prepare;
+  prepare.batch = prepare.batch.slice(0, 1);
+  prepare.q = {one_token.qkv.data(), {1, 2, 8}, {16, 8, 1}};
+  prepare.k = {one_token.qkv.data() + 16, {1, 2, 8}, {16, 8, 1}};
+  prepare.v = TensorView<const float, 3>(one_token.qkv.data() + 32, {1, 2, 8}, {16, 8, 1});
+  CHECK_NOTHROW(project(one_token));
 }
 
 TEST_CASE("sums are normed only by a weight as wide as they are") {
@@ -507,6 +580,21 @@ TEST_CASE("sums are normed only by a weight as wide as they are") {
         [](Normed& n) {
           n.args.out = {nullptr, {2, 32}};
         }},
+       {"reduce_norm: summand is [1, 32] with strides [32, 1], residual [2, 32]",
+        [](Normed& n) { n.args.summand = n.args.summand.slice(0, 0, 1); }},
+       {"reduce_norm: summand is [2, 32] with strides [16, 1]",
+        [](Normed& n) {
+          n.args.summand = {n.summand.data(), {2, 32}, {16, 1}};
+        }},
+       {"residual [2, 32] with [16, 1]",
+        [](Normed& n) {
+          n.args.residual = {n.residual.data(), {2, 32}, {16, 1}};
+        }},
+       {"out [2, 31] with [32, 1]", [](Normed& n) { n.args.out = n.args.out.slice(1, 0, 31); }},
+       {"reduce_norm: dimension 0 of out has extent 2 and stride 16",
+        [](Normed& n) {
+          n.args.out = {n.out.data(), {2, 32}, {16, 1}};
+        }},
        {"out [2, 32] with [64, 2]",
         [](Normed& n) {
           n.args.out = {n.out.data(), {2, 32}, {64, 2}};
@@ -532,6 +620,8 @@ TEST_CASE("a sum without a stage to sum over is refused") {
   REQUIRE(failure);
   CHECK(failure->code == ErrorCode::invalid_argument);
   CHECK(failure->says("reduce_norm: the backend's comms().stage is null"));
+  CHECK_NOTHROW(reduce_norm(backend, {.summand = {x.data(), {0, 8}}, .residual = {x.data(), {0, 8}}},
+                            backend.create_stream()));  // nothing to sum
 }
 
 TEST_CASE("tokens outside of their row of the page table are refused, and harm no sequence") {
