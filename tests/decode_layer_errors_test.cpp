@@ -300,6 +300,8 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
       LayerSpec::deepseek(true), {.kvp = 4, .ep = 2},
       {{"grouped weights", "the shape is MLA but the layer holds the other kind of",
         [](Arguments& a) { a.weights.attention = GqaWeights{}; }},
+       {"cache of latents under a shape of keys and values", "1 latent heads of 24/16 as KVP rank ",
+        [](Arguments& a) { a.shape.mla.reset(); }},
        {"no q_b", "q_b is empty, [0, 0]", [](Arguments& a) { a.mla().q_b = {}; }},
        {"no q_a_norm", "q_a_norm is empty, [0, 0]", [](Arguments& a) { a.mla().q_a_norm = {}; }},
        {"q_b of another latent", "q_b is [128, 23]", [](Arguments& a) { a.mla().q_b.cols -= 1; }},

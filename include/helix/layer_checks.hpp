@@ -253,9 +253,10 @@ inline void check_layer_cache(const RankShape& shape, const KvView& kv) {
   HELIX_EXPECTS(format.head_dim == shape.head_dim && format.value_dim == shape.value_dim &&
                     format.is_latent == shape.mla.has_value() && format.num_heads == shape.kv_heads &&
                     kv.layout.kvp() == shape.kvp && kv.kvp_rank == shape.kvp_rank,
-                ErrorCode::invalid_argument, "decode_layer: the cache has ", format.num_heads, " heads of ",
-                format.head_dim, "/", format.value_dim, " as KVP rank ", kv.kvp_rank, " of ", kv.layout.kvp(),
-                "; this rank of the topology stores ", shape.kv_heads, " heads of ", shape.head_dim, "/",
+                ErrorCode::invalid_argument, "decode_layer: the cache has ", format.num_heads,
+                format.is_latent ? " latent heads of " : " heads of ", format.head_dim, "/", format.value_dim,
+                " as KVP rank ", kv.kvp_rank, " of ", kv.layout.kvp(), "; this rank of the topology stores ",
+                shape.kv_heads, shape.mla ? " latent heads of " : " heads of ", shape.head_dim, "/",
                 shape.value_dim, " as KVP rank ", shape.kvp_rank, " of ", shape.kvp);
 }
 
