@@ -111,6 +111,14 @@ TensorView<float, 2> beside_hidden(const Arguments& a) {
 TEST_CASE("Bad options and batches are refused alike on every rank before any collective") {
   const std::vector<BadCall> calls{
       {"shape of another rank", "the shape is of stage_rank ", [](Arguments& a) { a.shape.stage_rank += 1; }},
+      {"shape of another stage", "of 5; the backend is rank ", [](Arguments& a) { a.shape.stage_size += 1; }},
+      {"no KV heads", "the shape has 4 query heads of 0 KV heads and combines 2 over",
+       [](Arguments& a) { a.shape.kv_heads = 0; }},
+      {"no query heads", "the shape has 0 query heads of 2 KV heads and combines 0 over",
+       [](Arguments& a) { a.shape.query_heads = a.shape.combined_heads = 0; }},
+      {"hidden rows below 0", "the shape's hidden is -1, ffn", [](Arguments& a) { a.shape.hidden = -1; }},
+      {"routed experts below 0", "shared_ffn 0, expert_ffn -1",
+       [](Arguments& a) { a.shape.expert_ffn = -1; }},
       {"heads that KVP does not make", "the shape has 4 query heads of 2 KV heads and combines 3 over",
        [](Arguments& a) { a.shape.combined_heads += 1; }},
       {"KV heads that do not divide", "the shape has 4 query heads of 5 KV heads and combines 2 over",
@@ -127,6 +135,10 @@ TEST_CASE("Bad options and batches are refused alike on every rank before any co
        [](Arguments& a) {
          a.options.normed = {nullptr, {a.hidden.extent(0), a.hidden.extent(1)}};
        }},
+      {"normed of fewer rows", "normed is [14, 32] with strides [32, 1]",
+       [](Arguments& a) { a.options.normed = beside_hidden(a).slice(0, 0, a.hidden.extent(0) - 1); }},
+      {"normed without rows", "normed is [0, 32] with strides [32, 1]",
+       [](Arguments& a) { a.options.normed = beside_hidden(a).slice(0, 0, 0); }},
       {"no exchange", "options.exchange and options.hop_b must be set",
        [](Arguments& a) { a.options.exchange = nullptr; }},
       {"no HopB", "options.exchange and options.hop_b must be set",
@@ -210,6 +222,10 @@ TEST_CASE("Bad workspaces, hidden rows, caches and sizes are refused alike on ev
        [](Arguments& a) { a.hidden = a.hidden.slice(0, 0, a.hidden.extent(0) - 1); }},
       {"too narrow", "hidden is [15, 31] with strides [32, 1]",
        [](Arguments& a) { a.hidden = a.hidden.slice(1, 0, a.hidden.extent(1) - 1); }},
+      {"dense and too narrow", "hidden is [15, 31] with strides [31, 1]",
+       [](Arguments& a) {
+         a.hidden = {a.hidden.data(), {a.hidden.extent(0), a.hidden.extent(1) - 1}};
+       }},
       {"strided hidden", "hidden is [15, 32] with strides [33, 1]",
        [](Arguments& a) {
          a.hidden = {a.hidden.data(), {a.hidden.extent(0), a.hidden.extent(1)}, {a.hidden.extent(1) + 1, 1}};
@@ -227,6 +243,8 @@ TEST_CASE("Bad workspaces, hidden rows, caches and sizes are refused alike on ev
        [](Arguments& a) { a.kv.format.head_dim *= 2; }},
       {"cache of another value size", "the cache has 2 heads of 16/15",
        [](Arguments& a) { a.kv.format.value_dim -= 1; }},
+      {"shape of another head size", "; this rank of the topology stores 2 heads of 8/16",
+       [](Arguments& a) { a.shape.head_dim = 8; }},
       {"cache of latents", "the KV view is latent with 2 heads",
        [](Arguments& a) { a.kv.format.is_latent = true; }},
       {"cache of another KVP", " of 3; this rank of the topology stores 2 heads of 16/16",
@@ -454,19 +472,19 @@ TEST_CASE("A KVP group of the right size with ranks of two groups is out of step
   }
 }
 
-/// Checks that each of the ranks of KVP 2 and TPA 2 refuses a layer over an exchange for `max_slices` and,
-/// unless empty, the KVP group `group`. `words(rank)` is a part of its message.
-template <class Words>
-void check_exchange_is_refused(int max_slices, std::optional<int> group, const Words& words) {
+/// Checks that each of the ranks of KVP 2 and TPA 2 refuses a layer over an exchange whose spec
+/// `change(spec)` has changed. `words(rank)` is a part of its message.
+template <class Change, class Words>
+void check_exchange_is_refused(const Change& change, const Words& words) {
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
   const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
   const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
     auto backend = make_backend<CpuBackend>(topo, comm);
     LayerRank<CpuBackend> rank(backend, topo, layer, script, {});
-    KvpAllToAllSpec spec =
-        KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(), max_slices);
-    if (group) spec.group = *group;
+    KvpAllToAllSpec spec = KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(),
+                                                      /*max_slices=*/4);
+    change(spec);
     KvpAllToAll<CpuBackend> exchange(backend, spec);
     decode_over(exchange, backend, topo, rank, script);
   });
@@ -478,14 +496,90 @@ void check_exchange_is_refused(int max_slices, std::optional<int> group, const W
 }
 
 TEST_CASE("An exchange that was built for another KVP group is refused") {
-  check_exchange_is_refused(/*max_slices=*/4, /*group=*/2, [](int rank) {
-    return "built for KVP group 2, this rank has TPA rank " + std::to_string(rank % 2);
-  });
+  check_exchange_is_refused(
+      [](KvpAllToAllSpec& spec) { spec.group = 2; },
+      [](int rank) { return "built for KVP group 2, this rank has TPA rank " + std::to_string(rank % 2); });
 }
 
 TEST_CASE("An exchange that was built for fewer slices than HopB is refused") {
-  check_exchange_is_refused(/*max_slices=*/1, /*group=*/{},
+  check_exchange_is_refused([](KvpAllToAllSpec& spec) { spec.max_slices = 3; },
                             [](int) { return std::string("give KvpAllToAllSpec::max_slices as many"); });
+}
+
+TEST_CASE("An exchange that was built for fewer tokens, or for other heads, is refused") {
+  const auto says = [](std::string built) {
+    return [built](int) {
+      return "the exchange was built for " + built + "; this step has 15 tokens of 4 heads of 16";
+    };
+  };
+  check_exchange_is_refused([](KvpAllToAllSpec& spec) { spec.max_tokens = 14; },
+                            says("14 tokens of 4 heads of 16"));
+  check_exchange_is_refused([](KvpAllToAllSpec& spec) { spec.num_query_heads = 8; },
+                            says("15 tokens of 8 heads of 16"));
+  check_exchange_is_refused([](KvpAllToAllSpec& spec) { spec.value_dim = 32; },
+                            says("15 tokens of 4 heads of 32"));
+}
+
+TEST_CASE("An exchange of another KVP width is refused, and without KVP its group and slices do not count") {
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(3, layer.hidden, 9);
+  for (const int kvp : {2, 1}) {
+    const Topology topo({.kvp = kvp, .tpa = 4 / kvp}, shape_of(layer));
+    const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
+      auto backend = make_backend<CpuBackend>(topo, comm);
+      LayerRank<CpuBackend> rank(backend, topo, layer, script, {});
+      CpuBackend lone(comm, comm.split(comm.rank(), 0));
+      KvpAllToAllSpec spec =
+          KvpAllToAllSpec::of_layers(topo.rank_shape(comm.rank()), script.max_step_tokens(), 1);
+      spec.group = 77;
+      KvpAllToAll<CpuBackend> exchange(lone, spec);
+      decode_over(exchange, backend, topo, rank, script);
+      backend.synchronize(rank.stream());
+    });
+    for (int r = 0; r < 4; ++r) {
+      CAPTURE(kvp, r);
+      if (kvp == 1) {
+        CHECK(outcomes.message(r) == "");
+      } else {
+        CHECK_THAT(outcomes.message(r),
+                   ContainsSubstring("the exchange was built for KVP 1, the shape is KVP 2"));
+      }
+    }
+  }
+}
+
+TEST_CASE("A backend without one of its communicators is refused") {
+  struct LoneBackend : CpuBackend {
+    StageComms<cpu::LocalComm> comms() { return given; }
+    StageComms<cpu::LocalComm> given{};
+  };
+  LoneBackend backend;
+  const auto failure = [&] {
+    return required_failure([&] {
+      decode_layer(backend, RankShape{}, LayerConfig{}, LayerWeights{}, KvView{}, Batch{}, {}, {},
+                   backend.create_stream());
+    });
+  };
+  CHECK(failure().says("decode_layer: the backend's comms().stage is null"));
+  cpu::LocalComm stage = cpu::LocalComm::create_group(1).front();
+  backend.given.stage = &stage;
+  CHECK(failure().says("decode_layer: the backend's comms().kvp is null"));
+}
+
+TEST_CASE("What a layer writes may lie side by side, and may not share a byte") {
+  const std::vector<std::byte> memory(32);
+  const std::span<const std::byte> all(memory);
+  const auto is_refused = [&](std::span<const std::byte> x, std::span<const std::byte> y) {
+    return failure_of([&] { detail::check_apart("x", x, "y", y); }).has_value();
+  };
+  const auto are_refused = [&](std::span<const std::byte> x, std::span<const std::byte> y) {
+    CHECK(is_refused(x, y) == is_refused(y, x));
+    return is_refused(x, y);
+  };
+  CHECK_FALSE(are_refused(all.first(16), all.last(16)));
+  CHECK(are_refused(all.first(17), all.last(16)));
+  CHECK(are_refused(all, all.subspan(8, 4)));
+  CHECK_FALSE(are_refused(all, all.subspan(8, 0)));
 }
 
 TEST_CASE("A workspace that is too small is told all that the step needs") {
