@@ -20,9 +20,11 @@
 
 #include <nlohmann/json.hpp>
 
+#include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
 
 #include "support/catch.hpp"
+#include "support/ranks.hpp"
 
 namespace helix::test {
 namespace {
@@ -850,6 +852,21 @@ TEST_CASE("a request that is cancelled says how long it waited, ran and drew", "
   sleep();
   decoder.scheduler().take(CancelCommand{"3"});
   CHECK(decoder.ends.at("3")["timing"]["decode_ms"] == 0.0);  // up to the last token, not to the end
+}
+
+TEST_CASE("every rank gets the root's bytes, whether or not they fit in the first message", "[quick]") {
+  for (const int size : {1, 3}) {
+    CHECK_NOTHROW(run_ranks_or_throw(size, [](cpu::LocalComm& comm) {
+      cpu::Backend<cpu::LocalComm> backend(comm, comm.split(comm.rank(), 0));
+      OrderChannel channel(backend, comm, backend.create_stream());
+      for (const std::size_t bytes : {0, 10, 8184, 8185, 70'000, 300'000, 20}) {
+        std::vector<std::byte> order(bytes);
+        for (std::size_t i = 0; i < bytes; ++i) order[i] = static_cast<std::byte>(i * 7 + bytes);
+        if (channel.broadcast(comm.rank() == 0 ? order : std::vector<std::byte>(3)) != order)
+          throw Error(ErrorCode::internal, "other bytes than the root's ", bytes);
+      }
+    }));
+  }
 }
 
 TEST_CASE("orders and results are the same behind serialize()", "[quick]") {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <ctime>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -211,6 +212,7 @@ void check_session(const TopologySpec& spec, int num_requests, unsigned seed) {
   std::set<std::string> cancelled;
   const Json before = stats_of(client, answers);
   CHECK(before["pages_used"] == 0);
+  CHECK(before["resident_bytes"] > 1 << 20);
   std::int64_t resident = 0;
   while (std::ssize(sent) < num_requests) {
     for (std::size_t i = session.pick(5); i > 0; --i) {
@@ -372,6 +374,41 @@ TEST_CASE("equal requests draw tokens of their own, and those of one seed the sa
   CHECK(answers.tokens["a"] != answers.tokens["b"]);
   CHECK(answers.tokens["a"] != answers.tokens["c"]);
   CHECK(answers.tokens["c"] == answers.tokens["d"]);
+}
+
+TEST_CASE("a request that says nothing of sampling and penalties has the decoder's", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  const Json plain{
+      {"id", "a"}, {"prompt", {383, 198, 141, 403}}, {"max_tokens", 40}, {"ignore_eos", true}, {"seed", 7}};
+  const auto answer = [&](const GenerationRequest& request, const Json& line) {
+    ServeClient client(model, {}, request, {.num_threads = 1});
+    client.send(line);
+    Answers answers;
+    read_until(client, answers, [&] { return answers.ends.size() == 1; });
+    return answers.tokens["a"];
+  };
+  Json sampled = plain;
+  sampled["temperature"] = 2;
+  sampled["top_k"] = 100;
+  Json penalized = sampled;
+  penalized["presence_penalty"] = 5;
+  GenerationRequest request = serving(2, 64, 256);
+  const TokenIds expected = answer(request, penalized);
+  CHECK(expected != answer(request, plain));
+  CHECK(expected != answer(request, sampled));
+  request.sampling = {.temperature = 2.0f, .top_k = 100};
+  request.penalties.presence = 5.0f;
+  CHECK(answer(request, plain) == expected);
+}
+
+TEST_CASE("an idle decoder takes no time of a core", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {}, serving(2, 256, 512), {.num_threads = 1});
+  REQUIRE(client.next_event());
+  const auto cpu_seconds = [] { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; };
+  const double before = cpu_seconds();
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  CHECK(cpu_seconds() - before < 0.2);
 }
 
 TEST_CASE("bad lines name the value and what to do, and a cancelled request ends", "[quick]") {
