@@ -258,6 +258,27 @@ TEST_CASE("draws do not depend on whether the device or the host made a step's i
   }
 }
 
+TEST_CASE("no step is queued ahead that depends on which tokens were drawn", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  const Topology topo({}, model.config.shape);
+  GenerationRequest plain = golden_request(model.golden());
+  plain.ignore_eos = true;
+  std::vector<GenerationRequest> requests(3, plain);
+  requests[0].teacher = drafts_partly_wrong(model.golden());
+  requests[1].teacher = requests[0].teacher;
+  requests[1].draft_tokens = 2;
+  requests[2].penalties.presence = 5.0f;
+  for (const GenerationRequest& request : requests) {
+    CAPTURE(request.draft_tokens, request.teacher.size());
+    const GenerationResult expected = run_capturable(model, topo, request);
+    DownloadingBackend::num_downloads = 0;
+    const GenerationResult got = run_capturable<DownloadingBackend>(model, topo, request);
+    CHECK(DownloadingBackend::num_downloads == 0);
+    for (std::size_t i = 0; i < expected.sequences.size(); ++i)
+      CHECK(got.sequences.at(i).tokens == expected.sequences[i].tokens);
+  }
+}
+
 TEST_CASE("steps queued before tokens are known give the same output, and none after an end of sequence",
           "[quick]") {
   ReferenceModel model("llama-tiny");

@@ -1,21 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decoder compared with transformers' outputs, under every legal topology and with many combinations of
 // options.
+#include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "decode/golden.hpp"
 #include "generate/generate.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
+#include "support/process.hpp"
 
 namespace helix::test {
 namespace {
 
+using Catch::Matchers::ContainsSubstring;
 using decode::GenerationRequest;
 using decode::GenerationResult;
 using decode::run_local;
+using decode::TokenIds;
 
 /// One value for each option that must not change a token.
 struct Variant {
@@ -302,6 +309,58 @@ TEST_CASE("the KV of all ranks adds up to the cache of one rank, within a page a
   }
 }
 
+TEST_CASE("logits that are not finite end a generation, which says after how many tokens", "[quick]") {
+  constexpr std::int32_t kNan = 500;
+  const ScratchDirectory scratch;
+  write_model_with_nan(scratch.path(), kNan);
+  const ReferenceModel model(scratch.path().string());
+  for (const TopologySpec& spec : {TopologySpec{}, TopologySpec{.kvp = 2, .tpa = 2, .pp = 2}}) {
+    CAPTURE(spec.kvp);
+    const Topology topo(spec, model.config.shape);
+    const auto message_after = [&](TokenIds prompt, TokenIds teacher) {
+      GenerationRequest request;
+      request.prompts = {{1, 2, 3}, std::move(prompt)};
+      request.teacher = {{}, std::move(teacher)};
+      request.max_new_tokens = 8;
+      request.ignore_eos = true;
+      const auto failure =
+          required_failure([&] { run_local(model.checkpoint, model.config, topo, request); });
+      return failure.what;
+    };
+    CHECK_THAT(message_after({1, kNan}, {}), ContainsSubstring("no finite logits after 0 tokens"));
+    CHECK_THAT(message_after({1, 2}, {5, 6, kNan}), ContainsSubstring("no finite logits after 3 tokens"));
+  }
+}
+
+TEST_CASE("a generation's times and rates are those of its steps", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  const Topology topo({}, model.config.shape);
+  GenerationRequest request;
+  request.prompts = {{1, 2, 3}, {4, 5, 6, 7, 8}};
+  request.max_new_tokens = 65;
+  request.ignore_eos = true;
+  for (const std::int64_t draft_tokens : {1, 4}) {
+    CAPTURE(draft_tokens);
+    request.draft_tokens = draft_tokens;
+    const auto start = std::chrono::steady_clock::now();
+    const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
+    const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
+    const decode::GenerationTiming& timing = result.timing;
+    const double decoded = 2 * 64;  // the first tokens come from the prompts
+    const double decode_ms = decoded / timing.tokens_per_s * 1e3;
+    CHECK(timing.prefill_ms > 0.0);
+    CHECK(timing.ttl_median_ms > 0.0);
+    CHECK(timing.load_ms + timing.prefill_ms + decode_ms <= taken.count());
+    // Each step reads the prompts, and what it and earlier ones have fed for each of the two.
+    const std::int64_t steps = 64 / draft_tokens;
+    const std::int64_t read_tokens = steps * (3 + 5) + 2 * draft_tokens * steps * (steps + 1) / 2;
+    const double read_gb = static_cast<double>(read_tokens * kv_bytes_per_token(request, topo)) * 1e-9;
+    CHECK(timing.kv_gb_per_s == Approx(read_gb / decode_ms * 1e3));
+    request.teacher = {result.sequences.at(0).tokens, result.sequences.at(1).tokens};  // all drafts are right
+    CHECK(result.sequences[1].prompt == request.prompts[1]);
+  }
+}
+
 TEST_CASE("the exchange sends what the formula says, whatever the context", "[quick]") {
   const ReferenceModel model("llama-tiny");
   for (const TopologySpec& spec : legal_stages(model.config.shape)) {
@@ -372,7 +431,6 @@ TEST_CASE("a request that cannot be served is refused with its values, on every 
     change(copy);
     return message(copy);
   };
-  using Catch::Matchers::ContainsSubstring;
   CHECK_THAT(changed([](auto& r) { r.prompts.clear(); }), ContainsSubstring("no prompts"));
   CHECK_THAT(changed([](auto& r) { r.prompts[0][1] = 512; }),
              ContainsSubstring("id 512") && ContainsSubstring("[0, 512)"));

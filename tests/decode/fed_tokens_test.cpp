@@ -33,4 +33,18 @@ TEST_CASE("drafts go on behind the pending token, as far as there are some and t
   CHECK(fed_tokens(request, sequence) == TokenIds{9});
 }
 
+TEST_CASE("a teacher, drafts or penalties make a step wait for the tokens of the one before", "[quick]") {
+  const decode::GenerationRequest plain;
+  CHECK(decode::feeds_drawn_tokens(plain));
+  decode::GenerationRequest request = plain;
+  request.draft_tokens = 2;
+  CHECK_FALSE(decode::feeds_drawn_tokens(request));
+  request = plain;
+  request.teacher = {{1}};
+  CHECK_FALSE(decode::feeds_drawn_tokens(request));
+  request = plain;
+  request.penalties.frequency = 0.5f;
+  CHECK_FALSE(decode::feeds_drawn_tokens(request));
+}
+
 }  // namespace helix::test

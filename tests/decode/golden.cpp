@@ -10,9 +10,26 @@
 
 #include <nlohmann/json.hpp>
 
+#include <helix/dtype.hpp>
 #include <helix/error.hpp>
 
 namespace helix::test {
+
+void write_model_with_nan(const std::filesystem::path& directory, std::int32_t token) {
+  for (const char* name : {"config.json", "model.safetensors"})
+    std::filesystem::copy_file(data_directory() / "llama-tiny" / name, directory / name);
+  const decode::Checkpoint checkpoint(directory);
+  const auto [file, tensor] = checkpoint.find("model.embed_tokens.weight");
+  if (tensor == nullptr || tensor->dtype != DType::bf16)
+    throw Error(ErrorCode::internal, "llama-tiny has no embeddings of bf16");
+  const std::vector<bf16> row(static_cast<std::size_t>(tensor->cols()),
+                              bf16(std::numeric_limits<float>::quiet_NaN()));
+  const auto bytes = static_cast<std::streamsize>(row.size() * sizeof(bf16));
+  std::fstream weights(file->path(), std::ios::in | std::ios::out | std::ios::binary);
+  weights.seekp(static_cast<std::streamoff>(file->offset(*tensor)) + token * bytes);
+  weights.write(reinterpret_cast<const char*>(row.data()), bytes);
+  if (!weights.good()) throw Error(ErrorCode::io, "cannot write to ", file->path());
+}
 
 std::filesystem::path data_directory() {
   return HELIX_TEST_DATA;

@@ -44,6 +44,9 @@ struct ReferenceModel {
   Golden golden_long() const { return read_golden(data_directory() / name / "golden-long.json"); }
 };
 
+/// Writes llama-tiny to `directory`, with an embedding of NaN for `token`.
+void write_model_with_nan(const std::filesystem::path& directory, std::int32_t token);
+
 inline const std::vector<std::string> kReferenceModels = {"llama-tiny", "llama-tiny-16q8kv", "deepseek-tiny",
                                                           "deepseek-tiny-fp8", "deepseek-v2-tiny"};
 

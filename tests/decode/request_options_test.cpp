@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <set>
 #include <vector>
 
@@ -111,6 +112,24 @@ TEST_CASE("no token comes twice where having it costs more than any logit", "[qu
   CHECK(repeats({.kvp = 2, .pp = 2}) == 0);
   request.penalties = {.frequency = 100.0f};
   CHECK(repeats({}) == 0);
+}
+
+TEST_CASE("a repetition penalty keeps away tokens of the prompt, in whatever chunks it runs", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  GenerationRequest request;
+  TokenIds& prompt = request.prompts.emplace_back(256);  // half of the vocabulary
+  std::iota(prompt.begin(), prompt.end(), 0);
+  request.max_new_tokens = 8;
+  request.ignore_eos = true;
+  request.penalties.repetition = 100.0f;
+  for (const std::int64_t prefill_tokens : {256, 7}) {
+    request.prefill_tokens = prefill_tokens;
+    const TokenIds tokens = tokens_of(model, {}, request).at(0);
+    REQUIRE(tokens.size() == 8);
+    const std::set<std::int32_t> distinct(tokens.begin(), tokens.end());
+    CHECK(distinct.size() == 8);
+    CHECK(*distinct.begin() >= 256);
+  }
 }
 
 }  // namespace helix::test

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <ctime>
 #include <fstream>
-#include <limits>
 #include <map>
 #include <optional>
 #include <random>
@@ -494,20 +493,7 @@ TEST_CASE("a request whose logits are not finite ends with an error, and the one
   std::int32_t bad_id = 0;  // never reached by the good request
   while (std::ranges::count(prompt, bad_id) + std::ranges::count(tokens, bad_id) > 0) ++bad_id;
   const ScratchDirectory scratch;
-  for (const char* name : {"config.json", "model.safetensors"})
-    write_file(scratch / name, read_file(data_directory() / "llama-tiny" / name));
-  {
-    const decode::Checkpoint checkpoint(scratch.path());
-    const auto [file, tensor] = checkpoint.find("model.embed_tokens.weight");
-    REQUIRE((tensor != nullptr && tensor->dtype == DType::bf16));
-    const std::vector<bf16> row(static_cast<std::size_t>(tensor->cols()),
-                                bf16(std::numeric_limits<float>::quiet_NaN()));
-    const auto bytes = static_cast<std::streamsize>(row.size() * sizeof(bf16));
-    std::fstream weights(file->path(), std::ios::in | std::ios::out | std::ios::binary);
-    weights.seekp(static_cast<std::streamoff>(file->offset(*tensor)) + bad_id * bytes);
-    weights.write(reinterpret_cast<const char*>(row.data()), bytes);
-    REQUIRE(weights.good());
-  }
+  write_model_with_nan(scratch.path(), bad_id);
   const ReferenceModel model(scratch.path().string());
   for (const TopologySpec& spec : {TopologySpec{}, TopologySpec{.kvp = 2}}) {
     CAPTURE(spec.kvp);
