@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include <helix/decode_layer.hpp>
@@ -65,9 +66,7 @@ Script mixed_script(std::int64_t hidden) {
 
 /// Number of calls of `name` in each step of a script on one or more ranks, counted on rank 0.
 std::vector<std::size_t> calls_of(std::string_view name, const Script& script, int kvp,
-                                  const MlaPrefill& prefill, std::int64_t window = 0) {
-  LayerSpec spec = latent_spec();
-  spec.window = window;
+                                  const MlaPrefill& prefill, const LayerSpec& spec = latent_spec()) {
   const oracle::Layer layer = random_layer(spec, 5);
   const Topology topo({.kvp = kvp}, shape_of(layer));
   std::vector<std::size_t> counts;
@@ -349,12 +348,52 @@ TEST_CASE("the sequences that are expanded are those that the choice names") {
     CHECK(reads({.form = MlaForm::expanded, .max_tokens = 128}) == Counts{3, 4, 4, 4, 2});
     // Chunks of 37 tokens, of 40 and 33, and of 70.
     CHECK(reads({.max_tokens = 128}) == Counts{1, 0, 2, 0, 1});
-    CHECK(calls_of("read_latents", script, kvp, {.form = MlaForm::expanded, .max_tokens = 128}, 200) ==
-          Counts{0, 0, 0, 0, 0});  // pages before a window may be gone
+    for (const std::int64_t window : {1, 200}) {
+      LayerSpec spec = latent_spec();
+      spec.window = window;
+      CHECK(calls_of("read_latents", script, kvp, {.form = MlaForm::expanded, .max_tokens = 128}, spec) ==
+            Counts{0, 0, 0, 0, 0});  // pages before a window may be gone
+    }
     // The chunk of 40 makes 78 tokens, which is 39 on each of two ranks; the chunk of 70 makes 73, which is
     // 37.
     CHECK(reads({.max_tokens = kvp == 1 ? 77 : 38}) == Counts{1, 0, 1, 0, 1});
   }
+}
+
+TEST_CASE("a layer without weights that expand, or a batch that knows no lengths, attends absorbed") {
+  const oracle::Layer layer = random_layer(latent_spec(), 5);
+  const Script script = script_of({{40, 33}}, layer.hidden);
+  const Topology topo({}, shape_of(layer));
+  run_ranks_or_throw(1, [&](cpu::LocalComm& comm) {
+    auto backend = make_backend<RecordingBackend>(topo, comm);
+    LayerRank<RecordingBackend> rank(backend, topo, layer, script,
+                                     {.mla_prefill = {.form = MlaForm::expanded, .max_tokens = 128}});
+    rank.prepare(script.steps.front());
+    const auto reads = [&](bool has_weights, bool has_lengths) {
+      LayerWeights weights = rank.weights();
+      auto& mla = std::get<MlaWeights>(weights.attention);
+      if (!has_weights) mla.expand_k = mla.expand_v = {};
+      Batch batch = rank.batch().batch();
+      if (!has_lengths) batch.lengths_host = {};
+      backend.recording().clear();
+      decode_layer(backend, topo.rank_shape(0), rank.config(), weights, rank.cache().layer(0), batch,
+                   rank.hidden(), rank.layer_options(), rank.stream());
+      return std::ranges::count(backend.recording().calls(), "read_latents", &Call::name);
+    };
+    CHECK(reads(true, true) == 2);
+    CHECK(reads(false, true) == 0);
+    CHECK(reads(true, false) == 0);
+  });
+}
+
+TEST_CASE("without a query latent there is no norm of it, and no second product") {
+  const auto calls = [](std::string_view name, std::int64_t q_lora) {
+    LayerSpec spec = latent_spec();
+    spec.q_lora = q_lora;
+    return calls_of(name, script_of({{1, 1}}, spec.hidden), 1, {}, spec).front();
+  };
+  CHECK(calls("rms_norm", 16) == calls("rms_norm", 0) + 1);
+  CHECK(calls("linear", 16) == calls("linear", 0) + 1);
 }
 
 TEST_CASE("expanded parts of a step take messages of values, absorbed ones of latents") {
