@@ -343,6 +343,51 @@ TEST_CASE("A step without tokens changes nothing and later steps go on") {
     CHECK(rank.hidden.front().empty());
 }
 
+namespace {
+
+/// Notes what a layer says of the work before each of two operations.
+struct HintedBackend : CpuBackend {
+  using CpuBackend::CpuBackend;
+  std::vector<bool> follow_layer;
+  std::vector<bool> follow_prepare;
+
+  void project_qkv(const ProjectQkvArgs<float>& args, Stream stream) {
+    follow_layer.push_back(args.follows_layer);
+    linear(args.linear, stream);
+    prepare_qkv(*this, args.prepare, stream);
+  }
+  void partial_attention(const PartialAttentionArgs<float>& args, Stream stream) {
+    follow_prepare.push_back(args.follows_prepare);
+    CpuBackend::partial_attention(args, stream);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("A projection follows a layer only if the caller says so, and attention follows its own append") {
+  for (const bool is_mla : {false, true}) {
+    LayerSpec spec;
+    spec.is_mla = is_mla;
+    const oracle::Layer layer = random_layer(spec, 8);
+    const Script script = ragged_script(3, layer.hidden, 9);
+    const Topology topo({}, shape_of(layer));
+    run_ranks_or_throw(1, [&](cpu::LocalComm& comm) {
+      auto backend = make_backend<HintedBackend>(topo, comm);
+      LayerRank<HintedBackend> rank(backend, topo, layer, script, {});
+      rank.prepare(script.steps[0]);
+      DecodeLayerOptions<HintedBackend> options = rank.layer_options();
+      for (const bool follows_layer : {true, false}) {
+        options.follows_layer = follows_layer;
+        decode_layer(backend, topo.rank_shape(0), rank.config(), rank.weights(), rank.cache().layer(0),
+                     rank.batch().batch(), rank.hidden(), options, rank.stream());
+      }
+      backend.synchronize(rank.stream());
+      CHECK(backend.follow_layer == (is_mla ? std::vector<bool>{} : std::vector<bool>{true, false}));
+      CHECK(backend.follow_prepare == std::vector<bool>{true, true});
+    });
+  }
+}
+
 TEST_CASE("A layer that is given its normed input needs no workspace for it") {
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(3, layer.hidden, 9);
