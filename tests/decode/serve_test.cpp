@@ -2,7 +2,9 @@
 // helix-decode --serve in this process: golden texts under every legal topology, a fuzzed session, and
 // hostile clients.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <ctime>
 #include <fstream>
@@ -10,6 +12,7 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -18,9 +21,12 @@
 
 #include <nlohmann/json.hpp>
 
+#include <helix/cpu/backend.hpp>
+#include <helix/job_comms.hpp>
 #include <helix/topology.hpp>
 
 #include "checkpoint/checkpoint.hpp"
+#include "cli/rank_threads.hpp"
 #include "decode/serve_client.hpp"
 #include "serve/serve_request.hpp"
 #include "support/catch.hpp"
@@ -647,6 +653,63 @@ TEST_CASE("answers to bad lines wait in little memory, and take no time of a cor
   CHECK(client.backlog() <= decode::Frontend::kMaxBacklog + kTurnBytes);
   for (std::size_t i = 0; i <= kLines; ++i) REQUIRE(client.next_event());  // the first one is no answer
   client.finish();
+}
+
+namespace {
+
+/// Fails when the root next sends an order.
+struct FailingBackend : cpu::Backend<cpu::LocalComm> {
+  using cpu::Backend<cpu::LocalComm>::Backend;
+  std::atomic<bool>* fails = nullptr;
+
+  void upload(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    if (*fails) throw std::runtime_error("the root is out of order");
+    cpu::Backend<cpu::LocalComm>::upload(target, source, bytes, stream);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("lines that were read and not taken before a failure are answered too") {
+  const ReferenceModel model("llama-tiny");
+  const Topology topo({.kvp = 2}, model.config.shape);
+  const GenerationRequest request = serving(2, 256, 512);
+  std::atomic<bool> fails = false;
+  ServeClient client([&](decode::Frontend& frontend) {
+    decode::RootIo io;
+    io.client = &frontend;
+    decode::run_rank_threads(
+        cpu::LocalComm::create_group(2),
+        [&](int, const JobComms<cpu::LocalComm>& comms) {
+          FailingBackend backend(comms.stage, comms.kvp, 1);
+          backend.fails = &fails;
+          return backend;
+        },
+        model.checkpoint, model.config, topo, request, io);
+  });
+  // Many more than it takes while the client does not read the answers.
+  constexpr std::size_t kLines = 150000;
+  std::string lines = "[";
+  for (int i = 1; i < 1000; ++i) lines += "\n[";
+  for (std::size_t sent = 0; sent < kLines; sent += 1000) client.send_line(lines);
+  client.send({{"id", "late"}, {"prompt", {1, 2, 3}}, {"max_tokens", 3}});
+  CHECK(comes_to_rest());
+  REQUIRE(client.backlog() > decode::Frontend::kMaxBacklog);
+  fails = true;
+  std::size_t bad_lines = 0;
+  std::vector<Json> others;
+  while (const auto event = client.next_event()) {
+    if ((*event)["event"] == "error" && !event->contains("id")) {
+      ++bad_lines;
+    } else if ((*event)["event"] != "ready") {
+      others.push_back(*event);
+    }
+  }
+  CHECK_THROWS_WITH(client.rethrow(), ContainsSubstring("the root is out of order"));
+  CHECK(bad_lines == kLines);
+  REQUIRE(others.size() == 1);
+  CHECK(others[0]["id"] == "late");
+  CHECK(others[0]["message"].get<std::string>().starts_with("the decoder failed: "));
 }
 
 TEST_CASE("an idle decoder's other ranks wait longer than their timeout", "[quick]") {
