@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
 #include <limits>
 #include <map>
 #include <random>
@@ -518,9 +519,9 @@ TEST_CASE("many requests with one long beginning join in no time", "[quick]") {
     request.prompt.back() = i % 90;
     scheduler.take(ServeCommand(std::move(request)));
   }
-  const auto begin = std::chrono::steady_clock::now();
+  const std::clock_t begin = std::clock();  // of this process, which other ones cannot lengthen
   scheduler.next();
-  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
+  CHECK(std::clock() - begin < 5 * CLOCKS_PER_SEC);
   CHECK(scheduler.stats().running == kRequests);
 }
 
