@@ -20,8 +20,7 @@ constexpr std::string_view kGrammar =
     "a case is written like "
     "heads:64:8/batch:8/tokens:131072/page:64/queries:1/dim:128/value_dim:128/kv:bf16, "
     "then /prompt:512 for other query tokens of the last sequence, /ragged, /layout:token_major, "
-    "/layout:latent "
-    "or /portable; only tokens must be given";
+    "/layout:latent or /portable; only tokens must be given";
 
 [[noreturn]] void refuse(std::string_view part, std::string_view why) {
   throw Error(ErrorCode::invalid_argument,
