@@ -109,6 +109,8 @@ struct SplitPartials {
     return reinterpret_cast<float4*>(
         p.partial_out + (place(i) * p.query_tile_rows + row) * partial_stride(p.value_dim) + column);
   }
+  /// The counter of the finished splits of query tile `u`.
+  __device__ int* counter(int u, int head) const { return p.counters + u * p.kv_heads + head; }
   /// Where row `row` of this block's split is written.
   __device__ PartialRow own_row(int row) const {
     const int i = static_cast<int>(blockIdx.x) - splits.first_block;
@@ -249,7 +251,7 @@ __device__ __forceinline__ void combine_splits(const SplitPartials& all, const Q
                                                int head, int thread, int threads, Flag& is_last,
                                                const Meet& meet) {
   count_split(
-      all, [&] { return all.p.counters + u * all.p.kv_heads + head; }, thread, is_last, meet);
+      all, [&] { return all.counter(u, head); }, thread, is_last, meet);
   if (!is_last) return;
   for (int row = thread / kWarp; row < query_tile.num_rows; row += threads / kWarp)
     combine_row<kMayBeF32>(all, query_tile, head, row, 0, all.p.value_dim);

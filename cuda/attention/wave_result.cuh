@@ -211,7 +211,7 @@ __device__ __forceinline__ void combine_wave_splits(const SplitPartials& all, co
                                                     int u, int head, int thread, int threads, Flag& is_last,
                                                     const Meet& meet) {
   count_split(
-      all, [&] { return all.p.counters + u * all.p.kv_heads + head; }, thread, is_last, meet);
+      all, [&] { return all.counter(u, head); }, thread, is_last, meet);
   if (!is_last) return;
 #pragma unroll 1
   for (int row = thread / kWarp * kWarpRows; row < query_tile.num_rows; row += threads / kWarp * kWarpRows)
