@@ -11,6 +11,10 @@
 
 namespace helix::cuda {
 
+__device__ __forceinline__ unsigned shared_at(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
 /// Sizes of the kernel for one head size.
 template <int kHeadDim, int kVDim, int kTileTokens, int kWarpGroups, bool kTurns>
 struct WaveSizes {
@@ -61,6 +65,8 @@ struct WaveShared {
   RingBarriers<1> query_barriers;
   RingBarriers<S::kStages> key_barriers;
   RingBarriers<S::kStages> value_barriers;
+  unsigned long long stored_key_barriers[S::kStages];  // WaveSource::stored_barriers
+  unsigned long long stored_value_barriers[S::kStages];
   int is_last;
 };
 

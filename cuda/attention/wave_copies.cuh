@@ -20,32 +20,44 @@ struct WaveMaps {
   CUtensorMap k;
   CUtensorMap v;
   CUtensorMap q;
-  int box_tokens = 0;        ///< Tokens of a box of k and of v.
+  Divisor box_tokens;        ///< Tokens of a box of k and of v.
   bool has_queries = false;  ///< Whether a box of q is a query tile: tokens times the group's heads.
   /// Whether a launch of its own combines the splits in AttentionParams::split_tiles[query tile * KV heads +
   /// head].
   bool combines_later = false;
 };
 
+/// The keys or the values of a launch.
+struct WaveSource {
+  const AttentionParams& p;
+  const PagedRows& rows;
+  const CUtensorMap& map;     ///< For copies by TMA.
+  const Divisor& box_tokens;  ///< Tokens of a box of the map.
+  /// For copies that widen: barriers of a ring's stages, each of which counts what arrives as it is stored.
+  unsigned stored_barriers;
+};
+
 /// Copies KV tiles of kTokens rows of kDim columns by TMA, for page sizes that whole boxes of 8 rows or more
 /// divide. Each lane issues a box.
 template <int kDim, int kTokens>
 struct BoxCopies {
+  /// Whether TMA writes what products read; if not, these need a fence.
   static constexpr bool kIsBox = true;
-  static constexpr int kWarps = 1;       ///< Warps that copy a KV tile's keys, and its values.
-  static constexpr unsigned kFills = 1;  ///< Arrivals at a full barrier.
-  static constexpr int kRegisters = 40;  ///< Registers of a thread that copies.
+  static constexpr bool kHasMaps = true;  ///< Whether tensor maps are needed.
+  static constexpr int kWarps = 1;        ///< Warps that copy a KV tile's keys, and its values.
+  static constexpr unsigned kFills = 1;   ///< Arrivals at a full barrier.
+  static constexpr int kRegisters = 40;   ///< Registers of a thread that copies.
   static constexpr int kChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
   static constexpr unsigned kChunkBytes = kTokens * 128u;
 
-  const AttentionParams& p;
-  const CUtensorMap& map;
-  int box_tokens;
+  WaveSource from;
 
   /// Copies the KV tiles of one part into the ring; one warp.
   template <class Plan, int kStages>
-  __device__ void copy(const Plan& plan, const WavePart& part, unsigned ring_at,
-                       RingPlace<kStages>& place) const {
+  __device__ void copy(const Plan& plan, const WavePart& part, unsigned ring_at, RingPlace<kStages>& place,
+                       int) const {
+    const AttentionParams& p = from.p;
+    const int box_tokens = from.box_tokens;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const std::int32_t* pages = p.lists.pages + plan.first_page[part.query_tile];
     const int begin = plan.begin_token[part.query_tile];
@@ -70,7 +82,7 @@ struct BoxCopies {
         const int chunk = box % kChunks;
         copy_box(
             stage + static_cast<unsigned>(chunk) * kChunkBytes + static_cast<unsigned>(at - token) * 128u,
-            map, chunk * kChunkColumns, at % p.page_tokens, part.head, page, place.full());
+            from.map, chunk * kChunkColumns, at % p.page_tokens, part.head, page, place.full());
       }
       place.advance();
     }
@@ -82,6 +94,7 @@ struct BoxCopies {
 template <int kDim, int kTokens>
 struct WaveChunkCopies {
   static constexpr bool kIsBox = false;
+  static constexpr bool kHasMaps = false;
   static constexpr int kWarps = 1;
   static constexpr unsigned kFills = kWarp;
   static constexpr int kRegisters = 56;
@@ -90,15 +103,15 @@ struct WaveChunkCopies {
   static constexpr int kRowParts = kDim / 8;  ///< 16-byte parts of a row.
   static constexpr int kLaneTokens = kTokens / kWarp;
   /// Copies whose addresses are computed together: a copy occupies the registers that it reads for long.
-  static constexpr int kBatch = 4;
+  static constexpr int kBatch = kRowParts % 4 == 0 ? 4 : 2;
   static_assert(kRowParts % kBatch == 0);
 
-  const AttentionParams& p;
-  const PagedRows& rows;
+  WaveSource from;
 
   template <class Plan, int kStages>
   __device__ void copy(const Plan& plan, const WavePart& part, unsigned ring_at, RingPlace<kStages>& place,
                        int) const {
+    const AttentionParams& p = from.p;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const std::int32_t* list = p.lists.pages + plan.first_page[part.query_tile];
     const int begin = plan.begin_token[part.query_tile];
@@ -118,15 +131,15 @@ struct WaveChunkCopies {
     look_up(token);
 #pragma unroll 1
     for (int i = 0; i < part.count; ++i, token += kTokens) {
-      std::uint64_t from[kLaneTokens];
+      std::uint64_t sources[kLaneTokens];
 #pragma unroll
       for (int k = 0; k < kLaneTokens; ++k)
-        from[k] =
-            reinterpret_cast<std::uint64_t>(rows.at(pages[k], part.head, token_of(token, k) % p.page_tokens));
+        sources[k] = reinterpret_cast<std::uint64_t>(
+            from.rows.at(pages[k], part.head, token_of(token, k) % p.page_tokens));
       if (i + 1 < part.count) look_up(token + kTokens);
       place.wait_empty();
       if (begin < end)
-        copy_rows(from, ring_at + static_cast<unsigned>(place.stage()) * kChunks * kChunkBytes);
+        copy_rows(sources, ring_at + static_cast<unsigned>(place.stage()) * kChunks * kChunkBytes);
       barrier_arrive_after_copies(place.full());
       place.advance();
     }

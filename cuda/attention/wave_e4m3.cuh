@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <type_traits>
 
 #include "cuda/attention/row_operands.cuh"
@@ -18,12 +19,162 @@
 
 namespace helix::cuda {
 
+/// Copies KV tiles of e4m3 by TMA, for page sizes that whole boxes of 8 rows or more divide, and widens them
+/// to f16 in place, by two warps, 32 rows in turn. A stage first gets the rows as they are stored: 128 bytes
+/// of each where a chunk will lie, the bytes that follow two chunks further. The lane that has a row then
+/// widens it. So stored rows need neither registers nor memory of their own, and are asked for as soon as the
+/// stage is free.
+template <int kDim, int kTokens>
+struct WaveWideningBoxes {
+  static constexpr bool kIsBox = false;
+  static constexpr bool kHasMaps = true;
+  static constexpr int kWarps = 2;
+  static constexpr unsigned kFills = kWarps * kWarp;
+  /// 4096 tokens after 28672 (32 / 8 heads, D = 128): 3580 us with 64, 3560 with 72, 4290 with 80, which
+  /// leave too few for products.
+  static constexpr int kRegisters = 72;
+  static constexpr int kChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
+  static constexpr unsigned kChunkBytes = kTokens * 128u;
+  static constexpr int kStoredColumns = 128;  ///< Columns of a stored chunk.
+  static constexpr int kStoredChunks = (kDim + kStoredColumns - 1) / kStoredColumns;
+  static constexpr unsigned kStoredChunkBytes = 2 * kChunkBytes;  ///< From a stored chunk to the next.
+  static constexpr int kRowParts = kDim / 16;                     ///< 16-byte parts of a stored row.
+  static constexpr int kUnits = kTokens / kWarp;                  ///< Units of 32 rows in a KV tile.
+  static_assert(kTokens % kWarp == 0 && kDim % 16 == 0);
+  static_assert(kTokens / kSwizzleRows * kStoredChunks <= kWarp);  // each lane has a box at most
+
+  WaveSource from;
+
+  /// Copies the KV tiles of one part into the ring. Warp `warp` of kWarps widens every second unit, over all
+  /// KV tiles if their number is odd; warp 0 asks for stored rows: for those of the next KV tile as soon as
+  /// the stage is free, if need be between units of this one.
+  template <class Plan, int kStages>
+  __device__ void copy(const Plan& plan, const WavePart& part, unsigned ring_at, RingPlace<kStages>& place,
+                       int warp) const {
+    Boxes boxes(from, plan, part);
+    RingPlace<kStages> next = place;  // of the KV tile to be asked for
+    int asked = warp == 0 ? 0 : part.count;
+    const auto ask = [&] {
+      boxes.ask(from, stage_of(next, ring_at), stored_barrier(next));
+      next.advance();
+      ++asked;
+    };
+#pragma unroll 1
+    for (int i = 0; i < part.count; ++i) {
+      if (asked == i) {
+        next.wait_empty();
+        ask();
+      }
+      const int first = kUnits % kWarps == 0 ? warp : (warp + i) % kWarps;
+#pragma unroll 1
+      for (int unit = first; unit < kUnits; unit += kWarps) {
+        if (asked == i + 1 && asked < part.count && __all_sync(~0u, next.is_empty())) ask();
+        if (unit == first) barrier_wait(stored_barrier(place), place.parity());
+        widen_unit(unit, stage_of(place, ring_at));
+      }
+      fence_before_copy();
+      barrier_arrive(place.full());
+      place.advance();
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() {
+    return static_cast<int>(threadIdx.x) % kWarp;
+  }
+  template <int kStages>
+  static __device__ __forceinline__ unsigned stage_of(const RingPlace<kStages>& place, unsigned ring_at) {
+    return ring_at + static_cast<unsigned>(place.stage()) * kChunks * kChunkBytes;
+  }
+  template <int kStages>
+  __device__ __forceinline__ unsigned stored_barrier(const RingPlace<kStages>& place) const {
+    return from.stored_barriers + static_cast<unsigned>(place.stage()) * 8u;
+  }
+
+  /// The boxes of a part's KV tiles, one KV tile after another; each lane has one.
+  struct Boxes {
+    const std::int32_t* pages;
+    int head;
+    int begin;  ///< Tokens [begin, end) are seen.
+    int end;
+    int tile;   ///< First token of the next KV tile.
+    int count;  ///< Its boxes that have a row that is seen.
+    int token;  ///< First token of this lane's box.
+    std::int32_t page = 0;
+
+    template <class Plan>
+    __device__ __forceinline__ Boxes(const WaveSource& from, const Plan& plan, const WavePart& part)
+        : pages(from.p.lists.pages + plan.first_page[part.query_tile]),
+          head(part.head),
+          begin(plan.begin_token[part.query_tile]),
+          end(plan.end_token[part.query_tile]),
+          tile(plan.first_kv_tile_token(part.query_tile) + part.kv_tile * kTokens) {
+      look_up(from);
+    }
+
+    /// Finds the boxes, and this lane's page, ahead of their use.
+    __device__ __forceinline__ void look_up(const WaveSource& from) {
+      const int first = ::max(0, begin - tile) / from.box_tokens;
+      const int last = (::max(0, ::min(kTokens, end - tile)) + from.box_tokens - 1) / from.box_tokens;
+      count = ::max(0, last - first) * kStoredChunks;
+      token = tile + (first + lane() / kStoredChunks) * from.box_tokens;
+      if (lane() < count) page = pages[token / from.p.page_tokens];
+    }
+
+    /// Asks for the next KV tile's stored rows. `barrier` counts them.
+    __device__ __forceinline__ void ask(const WaveSource& from, unsigned stage, unsigned barrier) {
+      if (lane() == 0) barrier_expect(barrier, static_cast<unsigned>(count * from.box_tokens) * 128u);
+      __syncwarp();
+      const int chunk = lane() % kStoredChunks;
+      if (lane() < count)
+        copy_box(stage + static_cast<unsigned>(chunk) * kStoredChunkBytes +
+                     static_cast<unsigned>(token - tile) * 128u,
+                 from.map, chunk * kStoredColumns, token % from.p.page_tokens, head, page, barrier);
+      tile += kTokens;
+      look_up(from);
+    }
+  };
+
+  /// Widens this lane's row of a unit.
+  static __device__ __forceinline__ void widen_unit(int unit, unsigned stage) {
+    constexpr int kStoredParts = kStoredColumns / 16;
+    const unsigned row = stage + static_cast<unsigned>(unit * kWarp + lane()) * 128u +
+                         static_cast<unsigned>(lane() % kSwizzleRows) * 16u;
+#pragma unroll
+    for (int first = 0; first < kRowParts; first += kStoredParts) {
+      const unsigned from = row + static_cast<unsigned>(first / kStoredParts) * kStoredChunkBytes;
+      uint4 stored[kStoredParts];  // all of them, before the first ones overwrite others
+#pragma unroll
+      for (int i = 0; i < kStoredParts; ++i) {
+        if (first + i < kRowParts) stored[i] = load_shared(from ^ static_cast<unsigned>(i) * 16u);
+      }
+#pragma unroll
+      for (int i = 0; i < kStoredParts; ++i) {
+        if (first + i >= kRowParts) break;
+        constexpr int kChunkParts = kChunkColumns / 16;
+        const unsigned to = from ^ static_cast<unsigned>(i % kChunkParts) * 32u;
+        const unsigned chunk = static_cast<unsigned>(i / kChunkParts) * kChunkBytes;
+        const uint4& x = stored[i];
+        uint4 halves[2];
+        widen(x.x, halves[0].x, halves[0].y);
+        widen(x.y, halves[0].z, halves[0].w);
+        widen(x.z, halves[1].x, halves[1].y);
+        widen(x.w, halves[1].z, halves[1].w);
+        store_shared(to + chunk, halves[0]);
+        store_shared((to ^ 16u) + chunk, halves[1]);
+      }
+    }
+  }
+};
+
 /// Copies KV tiles of e4m3 from rows of any strides, widened to f16 on the way, 32 rows after another. A lane
 /// loads 16 bytes at a time and stores them as two parts of 16 bytes; kAhead loads are on their way. Loops
-/// are rolled up, and pages looked up 32 rows ahead, for a copying thread has few registers.
+/// are rolled up, and pages looked up 32 rows ahead, for a copying thread has few registers. Pages of one
+/// token: 309 us (4096 tokens, 32 / 8 heads, D = 128); by cp.async, and widened in place, 411.
 template <int kDim, int kTokens>
-struct WaveWideningCopies {
+struct WaveWideningRows {
   static constexpr bool kIsBox = false;
+  static constexpr bool kHasMaps = false;
   static constexpr int kWarps = 2;
   static constexpr unsigned kFills = kWarps * kWarp;
   static constexpr int kRegisters = 72;
@@ -34,19 +185,19 @@ struct WaveWideningCopies {
   static constexpr int kAhead = kRowParts > 8 ? kRowParts / 2 : kRowParts;
   /// Parts of a row that neighbouring lanes load. With four, which are a chunk of f16, a lane's places differ
   /// by constants.
-  static constexpr int kLaneParts = kRowParts % 4 == 0 ? 4 : 2;
+  static constexpr int kLaneParts = std::gcd(kRowParts, 4);
   static constexpr int kLoadRows = kWarp / kLaneParts;  ///< Rows of one load.
   static_assert(kRowParts % kLaneParts == 0 && kRowParts % kAhead == 0 && kTokens % kWarp == 0 &&
                 kLoadRows % kSwizzleRows == 0);
 
-  const AttentionParams& p;
-  const PagedRows& rows;
+  WaveSource from;
 
   /// Copies the KV tiles of one part into the ring: warp `warp` of kWarps takes 32 rows of every kStep. Rows
   /// that the query tile does not see become copies of one that it does.
   template <class Plan, int kStages>
   __device__ void copy(const Plan& plan, const WavePart& part, unsigned ring_at, RingPlace<kStages>& place,
                        int warp) const {
+    const AttentionParams& p = from.p;
     const std::int32_t* list = p.lists.pages + plan.first_page[part.query_tile];
     const int begin = plan.begin_token[part.query_tile];
     const int end = plan.end_token[part.query_tile];
@@ -59,7 +210,7 @@ struct WaveWideningCopies {
     // The address of row `first` + this lane, and a look at the page of the row that follows.
     const auto next_row = [&](int first) {
       const auto row =
-          reinterpret_cast<std::uint64_t>(rows.at(page, part.head, token_of(first) % p.page_tokens));
+          reinterpret_cast<std::uint64_t>(from.rows.at(page, part.head, token_of(first) % p.page_tokens));
       page = list[token_of(first + kStep) / p.page_tokens];
       return row;
     };
@@ -105,8 +256,8 @@ struct WaveWideningCopies {
 
   /// The i-th load of 32 rows; `row` is the address of this lane's row.
   static __device__ __forceinline__ uint4 load(std::uint64_t row, int i) {
-    const std::uint64_t from = __shfl_sync(~0u, row, i % kLaneParts * kLoadRows + lane() / kLaneParts);
-    return __ldcg(reinterpret_cast<const uint4*>(from) + lane() % kLaneParts + i / kLaneParts * kLaneParts);
+    const std::uint64_t at = __shfl_sync(~0u, row, i % kLaneParts * kLoadRows + lane() / kLaneParts);
+    return __ldcg(reinterpret_cast<const uint4*>(at) + lane() % kLaneParts + i / kLaneParts * kLaneParts);
   }
 
   /// Widens and stores the i-th load of 32 rows; `to` is the place of the first row.

@@ -81,6 +81,13 @@ void map_wave_queries(const AttentionParams& p, WaveMaps& maps) {
       2 * p.q_head_stride, 2 * p.q_token_stride, p.group, S::kRows / p.group);
 }
 
+/// The maps of keys and values, with boxes of maps.box_tokens tokens.
+template <class S>
+void map_wave_rows(const AttentionParams& p, const KvView& kv, WaveMaps& maps) {
+  maps.k = paged_rows_map(p.k, kv.format.dtype, S::kDim, kv, maps.box_tokens, kWavePromotion);
+  maps.v = paged_rows_map(p.v, kv.format.dtype, S::kValueDim, kv, maps.box_tokens, kWavePromotion);
+}
+
 template <class T, class KV, class S, template <int, int> class Copies>
 void launch_waves(const AttentionParams& p, WaveMaps& maps, const AttentionGrid& grid) {
   constexpr int kCombineThreads = 256;

@@ -14,10 +14,9 @@ template <class T, class S>
 void launch(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   WaveMaps maps;
   map_wave_queries<S>(p, maps);
-  maps.box_tokens = box_tokens_of(kv.format, S::kTokens);
+  maps.box_tokens = Divisor(box_tokens_of(kv.format, S::kTokens));
   if (maps.box_tokens < kSwizzleRows) return launch_waves<T, T, S, WaveChunkCopies>(p, maps, grid);
-  maps.k = paged_rows_map(p.k, p.dtype, S::kDim, kv, maps.box_tokens, kWavePromotion);
-  maps.v = paged_rows_map(p.v, p.dtype, S::kValueDim, kv, maps.box_tokens, kWavePromotion);
+  map_wave_rows<S>(p, kv, maps);
   launch_waves<T, T, S, BoxCopies>(p, maps, grid);
 }
 

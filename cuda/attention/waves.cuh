@@ -39,26 +39,29 @@ struct WaveProducer {
   __device__ __forceinline__ void run() const {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     if (kTileWarps == 1 && warp >= 2) {
-      if constexpr (kTileWarps == 1) copy<0>(warp, maps.k, p.k, s.key_barriers, s.keys);
+      if constexpr (kTileWarps == 1) copy<0>(warp, keys(), s.key_barriers, s.keys);
     } else if (warp % 2 == 0) {
-      copy<S::kDim>(warp, maps.k, p.k, s.key_barriers, s.keys);
+      copy<S::kDim>(warp, keys(), s.key_barriers, s.keys);
     } else {
-      copy<S::kValueDim>(warp, maps.v, p.v, s.value_barriers, s.values);
+      copy<S::kValueDim>(warp, values(), s.value_barriers, s.values);
     }
     // These warps are the first to have nothing left to do.
     if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && warp == 2) write_headers(p.headers);
   }
 
  private:
-  static __device__ __forceinline__ unsigned shared_at(const void* x) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(x));
+  __device__ __forceinline__ WaveSource keys() const {
+    return {p, p.k, maps.k, maps.box_tokens, shared_at(s.stored_key_barriers)};
+  }
+  __device__ __forceinline__ WaveSource values() const {
+    return {p, p.v, maps.v, maps.box_tokens, shared_at(s.stored_value_barriers)};
   }
 
   /// Copies what warp `warp` copies of all parts: its share of the rows of kColumns columns, if any, and, if
   /// it is one of the last two, queries.
   template <int kColumns>
-  __device__ __forceinline__ void copy(int warp, const CUtensorMap& map, const PagedRows& rows,
-                                       RingBarriers<S::kStages>& barriers, const void* ring) const {
+  __device__ __forceinline__ void copy(int warp, const WaveSource& source, RingBarriers<S::kStages>& barriers,
+                                       const void* ring) const {
     constexpr bool kMayHaveQueries = kColumns == 0 || kTileWarps > 1;
     RingPlace<kPartStages> part_place(s.part_barriers);
     RingPlace<1> query_place(s.query_barriers);
@@ -71,11 +74,7 @@ struct WaveProducer {
       if (kMayHaveQueries && warp >= 2) give_queries(i, part, query_place);
       if (part.count == 0) return;
       if constexpr (kColumns > 0) {
-        if constexpr (TileCopies<kColumns>::kIsBox) {
-          TileCopies<kColumns>{p, map, maps.box_tokens}.copy(s.plan, part, shared_at(ring), place);
-        } else {
-          TileCopies<kColumns>{p, rows}.copy(s.plan, part, shared_at(ring), place, warp / 2);
-        }
+        TileCopies<kColumns>{source}.copy(s.plan, part, shared_at(ring), place, warp / 2);
       }
     }
   }
@@ -141,7 +140,7 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
   auto& s = *reinterpret_cast<WaveShared<S>*>(memory);
   prefetch_params(p);
   if (threadIdx.x == kWarp) {
-    if constexpr (Copies<S::kDim, S::kTokens>::kIsBox) {
+    if constexpr (Copies<S::kDim, S::kTokens>::kHasMaps) {
       prefetch_map(maps.k);
       prefetch_map(maps.v);
     }
@@ -153,6 +152,10 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
     s.query_barriers.init(2 * kWarp, kWarps);
     s.key_barriers.init(Copies<S::kDim, S::kTokens>::kFills, kWarps);
     s.value_barriers.init(Copies<S::kDim, S::kTokens>::kFills, kWarps);
+    for (int i = 0; i < S::kStages; ++i) {
+      barrier_init(shared_at(&s.stored_key_barriers[i]), 1);
+      barrier_init(shared_at(&s.stored_value_barriers[i]), 1);
+    }
     fence_barrier_init();
   }
   follow_previous(p);

@@ -18,14 +18,14 @@ inline int box_tokens_of(const KvFormat& format, std::int64_t kv_tile_tokens) {
   return static_cast<int>(std::gcd(format.page_tokens, kv_tile_tokens));
 }
 
-/// A map of the 16-bit rows of a paged pool, with coordinates (column, token of the page, head, page) and
-/// boxes of 64 columns of `box_tokens` tokens.
+/// A map of the rows of a paged pool, with coordinates (column, token of the page, head, page) and boxes of
+/// 128 bytes of `box_tokens` tokens.
 inline CUtensorMap paged_rows_map(const PagedRows& rows, DType dtype, std::int64_t columns, const KvView& kv,
                                   int box_tokens,
                                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   return rows_map<4>(rows.first, dtype, {columns, kv.format.page_tokens, kv.format.num_heads, kv.num_pages},
-                     {rows.token_bytes, rows.head_bytes, rows.page_bytes}, {kChunkColumns, box_tokens, 1, 1},
-                     promotion);
+                     {rows.token_bytes, rows.head_bytes, rows.page_bytes},
+                     {128 / static_cast<int>(size_bytes(dtype)), box_tokens, 1, 1}, promotion);
 }
 
 /// A map of the rows of a paged pool, with the coordinates of paged_rows_map() and boxes of whole rows, which

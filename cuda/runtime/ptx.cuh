@@ -56,6 +56,15 @@ __device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
                : "memory");
 }
 
+__device__ __forceinline__ uint4 load_shared(unsigned from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
 /// 16-byte store to memory that another GPU reads meanwhile, and 16-byte load from memory that it writes.
 __device__ __forceinline__ void store_volatile(void* to, uint4 x) {
   asm volatile(
@@ -126,6 +135,23 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       "r"(parity)
       : "memory");
 #endif
+}
+
+/// Whether barrier_wait() would return at once.
+__device__ __forceinline__ bool barrier_test(unsigned barrier, unsigned parity) {
+  unsigned is_done = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(is_done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
+  return is_done != 0;
 }
 
 /// Arrives if `condition` holds, without a branch.

@@ -71,13 +71,15 @@ class RingPlace {
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity()); }
   /// Returns at once the first time round.
   __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity() ^ 1u); }
+  /// Whether wait_empty() would return at once.
+  __device__ __forceinline__ bool is_empty() const { return barrier_test(empty(), parity() ^ 1u); }
   __device__ __forceinline__ void advance() { ++count_; }
   /// Tells the compiler that all lanes of this warp are at the same position; see warp_uniform().
   __device__ __forceinline__ void make_uniform() { count_ = warp_uniform(count_); }
-
- private:
+  /// Parity of the current phase of barriers that end one each time round.
   __device__ __forceinline__ unsigned parity() const { return count_ / kStages % 2; }
 
+ private:
   unsigned full_;  // equal in all threads, so it costs no register
   unsigned empty_;
   unsigned count_ = 0;
