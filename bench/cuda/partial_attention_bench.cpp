@@ -168,7 +168,9 @@ constexpr Case kCases[] = {
     prefill(64, 4096, 28672, 64),
     {.query_heads = 16, .kv_heads = 16, .tokens = 4096, .queries = 4096, .head_dim = 192, .value_dim = 128},
     {.query_heads = 16, .kv_heads = 16, .tokens = 32768, .queries = 4096, .head_dim = 192, .value_dim = 128},
+    prefill(32, 4096, 28672, 80),
     {.query_heads = 32, .kv_heads = 32, .tokens = 32768, .queries = 4096, .head_dim = 96},
+    prefill(32, 4096, 28672, 112),
     {.query_heads = 16, .kv_heads = 8, .tokens = 32768, .queries = 4096, .head_dim = 256},
     // Batches of prompts, and a prompt's chunk beside sequences that decode.
     {.query_heads = 32, .batch = 8, .tokens = 1024, .queries = 1024},

@@ -20,7 +20,8 @@ inline constexpr auto kWavePromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 /// registers) 580. D = 96: 128 455, 160 483. D = 192 with Dv = 128: 64 503, 96 571, 112 541. D = 64: 96 443,
 /// 128 446 after that context; 96 401, 128 389 without one.
 constexpr int wave_tile_tokens(int dim, int groups) {
-  if (dim == 96 || dim == 128 || (dim == 64 && groups == 2)) return 160;
+  if (dim == 64) return groups == 2 ? 160 : 96;
+  if (dim <= 128) return 160;
   return dim > 192 ? 64 : 96;
 }
 
@@ -44,7 +45,8 @@ bool with_wave_instance(std::int64_t head_dim, std::int64_t value_dim, const Use
     use(static_cast<WaveInstance<KV, kDim, kValueDim>*>(nullptr));
     return true;
   };
-  return try_one.template operator()<64, 64>() || try_one.template operator()<96, 96>() ||
+  return try_one.template operator()<64, 64>() || try_one.template operator()<80, 80>() ||
+         try_one.template operator()<96, 96>() || try_one.template operator()<112, 112>() ||
          try_one.template operator()<128, 128>() || try_one.template operator()<192, 128>() ||
          try_one.template operator()<256, 256>();
 }

@@ -58,6 +58,11 @@ __device__ __forceinline__ void transpose_words(unsigned (&x)[4]) {
 template <class T, int kValueDim>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const QueryTile& query_tile, int head,
                                            int row, RowSums<kValueDim>& found) {
+  // Blocks of 8 columns, which are stored four at a time; the last time, two if kValueDim is no multiple
+  // of 32.
+  constexpr int kBlocks = kValueDim / 8;
+  constexpr int kFours = (kBlocks + 3) / 4;
+  static_assert(kBlocks % 2 == 0);
   const int quarter = static_cast<int>(threadIdx.x) % 4;
   T* to[2];
   bool is_row[2];
@@ -82,6 +87,8 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
   const auto pairs_of = [&](int h, int four, unsigned(&words)[4]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
+      words[k] = 0;
+      if (four * 4 + k >= kBlocks) continue;
       const float* pair = &found.d[4 * (four * 4 + k) + 2 * h];
       words[k] = pack<T>(pair[0] * inverse[h], pair[1] * inverse[h]);
     }
@@ -92,12 +99,12 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int four = 0; four < kValueDim / 32; ++four) {
+      for (int four = 0; four < kFours; ++four) {
         unsigned words[4];
         pairs_of(h, four, words);
         transpose_words(words);
-        if (!is_row[h]) continue;
         const int column = (four * 4 + quarter) * 8;
+        if (!is_row[h] || (kBlocks % 4 != 0 && column >= kValueDim)) continue;
         if (p.sends_lines) {
           store_line(to[h] + 2 * column, words[0], words[1], place.count);
           store_line(to[h] + 2 * column + 8, words[2], words[3], place.count);
@@ -111,13 +118,13 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int four = 0; four < kValueDim / 32; ++four) {
+    for (int four = 0; four < kFours; ++four) {
       unsigned words[4];
       pairs_of(h, four, words);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         auto* at = reinterpret_cast<std::uint16_t*>(to[h]) + (four * 4 + k) * 8 + quarter * 2;
-        if (is_row[h]) {
+        if (is_row[h] && four * 4 + k < kBlocks) {
           at[0] = static_cast<std::uint16_t>(words[k]);
           at[1] = static_cast<std::uint16_t>(words[k] >> 16);
         }

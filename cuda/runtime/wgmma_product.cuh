@@ -16,9 +16,16 @@ namespace helix::cuda {
 #define HELIX_SUMS_64                                                                               \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
   "%26,%27,%28,%29,%30,%31}"
+#define HELIX_SUMS_80                                                                                        \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%" \
+  "28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39}"
 #define HELIX_SUMS_96                                                                               \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
   "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47}"
+#define HELIX_SUMS_112                                                                                       \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%" \
+  "28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%" \
+  "54,%55}"
 #define HELIX_SUMS_128                                                                               \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"  \
   "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49," \
@@ -47,7 +54,9 @@ namespace helix::cuda {
 #define HELIX_OUT_16(d) HELIX_SUM_8(d, 0)
 #define HELIX_OUT_32(d) HELIX_SUM_8(d, 0), HELIX_SUM_8(d, 8)
 #define HELIX_OUT_64(d) HELIX_SUM_32(d, 0)
+#define HELIX_OUT_80(d) HELIX_SUM_32(d, 0), HELIX_SUM_8(d, 32)
 #define HELIX_OUT_96(d) HELIX_SUM_32(d, 0), HELIX_SUM_8(d, 32), HELIX_SUM_8(d, 40)
+#define HELIX_OUT_112(d) HELIX_SUM_32(d, 0), HELIX_SUM_8(d, 32), HELIX_SUM_8(d, 40), HELIX_SUM_8(d, 48)
 #define HELIX_OUT_128(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32)
 #define HELIX_OUT_160(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32), HELIX_SUM_8(d, 64), HELIX_SUM_8(d, 72)
 #define HELIX_OUT_192(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32), HELIX_SUM_32(d, 64)
@@ -110,15 +119,19 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #if __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kIsBf16 = std::is_same_v<T, bf16>;
   static_assert(kIsBf16 || std::is_same_v<T, f16>);
-  static_assert(kColumns == 16 || kColumns == 32 || kColumns == 64 || kColumns == 96 || kColumns == 128 ||
-                kColumns == 256);
+  static_assert(kColumns == 16 || kColumns == 32 || kColumns == 64 || kColumns == 80 || kColumns == 96 ||
+                kColumns == 112 || kColumns == 128 || kColumns == 256);
   if constexpr (kColumns == 16) HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 16, "8", "9", "10", "11", "12", "13");
   if constexpr (kColumns == 32)
     HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 32, "16", "17", "18", "19", "20", "21");
   if constexpr (kColumns == 64)
     HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 64, "32", "33", "34", "35", "36", "37");
+  if constexpr (kColumns == 80)
+    HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 80, "40", "41", "42", "43", "44", "45");
   if constexpr (kColumns == 96)
     HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 96, "48", "49", "50", "51", "52", "53");
+  if constexpr (kColumns == 112)
+    HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 112, "56", "57", "58", "59", "60", "61");
   if constexpr (kColumns == 128)
     HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 128, "64", "65", "66", "67", "68", "69");
   if constexpr (kColumns == 256)
@@ -133,7 +146,9 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #undef HELIX_OUT_192
 #undef HELIX_OUT_160
 #undef HELIX_OUT_128
+#undef HELIX_OUT_112
 #undef HELIX_OUT_96
+#undef HELIX_OUT_80
 #undef HELIX_OUT_64
 #undef HELIX_OUT_32
 #undef HELIX_OUT_16
@@ -143,7 +158,9 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #undef HELIX_SUMS_192
 #undef HELIX_SUMS_160
 #undef HELIX_SUMS_128
+#undef HELIX_SUMS_112
 #undef HELIX_SUMS_96
+#undef HELIX_SUMS_80
 #undef HELIX_SUMS_64
 #undef HELIX_SUMS_32
 #undef HELIX_SUMS_16

@@ -165,13 +165,13 @@ TEMPLATE_TEST_CASE(
   const auto operators = attention_operators<TestType>();
   // Page sizes that allow boxes of 8 to 128 tokens, and some that allow none.
   constexpr std::int64_t kPages[] = {1, 8, 16, 17, 24, 48, 64, 100, 128, 256};
-  constexpr std::int64_t kDims[] = {64, 128, 192, 256, 96};
+  constexpr std::int64_t kDims[] = {64, 128, 192, 256, 96, 80, 112};
   const auto pools = kv_pool_makers();
   std::size_t turn = 0;
   for (const std::int64_t kvp : {1, 2, 4}) {
     for (const std::int64_t chunk : {1, 3, 16, 64}) {
       for (int i = 0; i < 3; ++i, ++turn) {
-        AttentionCase c = case_of<TestType>(kDims[turn % 5]);
+        AttentionCase c = case_of<TestType>(kDims[turn % 7]);
         if (c.d == 192) c.dv = 128;
         c.page_tokens = kPages[turn % 10];
         c.pool = pools[turn % pools.size()];
@@ -318,7 +318,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows takes strided queries and ou
                    f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
-  for (const std::int64_t d : {64, 128, 256}) {
+  for (const std::int64_t d : {64, 112, 128, 256}) {
     for (const std::int64_t q_pad : {0, 8}) {
       for (const std::int64_t out_pad : {0, 8, 1}) {
         AttentionCase c = case_of<TestType>(d);
