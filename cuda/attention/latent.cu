@@ -49,13 +49,20 @@ template <class T, int kBlocks>
 int launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<kBlocks>));
   const int blocks = latent_blocks(grid, kBlocks);
-  const auto kernel = attend_latent<T, kBlocks>;
-  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int box = box_tokens_of(call.kv.format, kLatentTileTokens);
-  const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
-  launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
-               paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
-               paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
+  const auto launch_kernel = [&](auto kernel, const auto&... maps) {
+    HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
+                 maps...);
+  };
+  if (has_latent_boxes(call.kv.format)) {
+    const int box = box_tokens_of(call.kv.format, kLatentTileTokens);
+    const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
+    launch_kernel(attend_latent<T, kBlocks>,
+                  paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
+                  paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
+  } else {
+    launch_kernel(attend_latent_rows<T, kBlocks>);
+  }
   return blocks / kBlocks;
 }
 

@@ -16,6 +16,9 @@
 // before it can issue a third product of 256 columns: 474 us, against 453 with none first. Issuing them one
 // by one between the weights delays it too.
 //
+// TMA copies KV tiles as boxes. Boxes of fewer than 8 tokens would be so many that they bound the loop; then
+// the producer warps copy rows by cp.async (latent_row_copier.cuh).
+//
 // With more than 64 query rows two blocks read the same KV tiles at about the same time, and the second finds
 // them in the L2 cache. If each block reads one half of a tile for both, they wait for each other: 460 us
 // against 453. Prefetching tiles into the L2 cache is slower too: 385 us against 330 with 64 heads.
@@ -27,6 +30,7 @@
 
 #include "cuda/attention/latent_consumer.cuh"
 #include "cuda/attention/latent_producer.cuh"
+#include "cuda/attention/latent_row_copier.cuh"
 #include "cuda/attention/latent_rows.cuh"
 #include "cuda/runtime/launch.cuh"
 
@@ -183,7 +187,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& 
 
 }  // namespace latent
 
-/// The kernel over latents of q's type.
+/// The kernel over latents of q's type, from pages that boxes of 8 tokens or more divide.
 template <class T, int kBlocks>
 __global__ __launch_bounds__(latent::kThreads,
                              1) void attend_latent(const __grid_constant__ AttentionParams p,
@@ -197,8 +201,18 @@ __global__ __launch_bounds__(latent::kThreads,
     prefetch_map(ropes);
   }
   latent::attend<T, kBlocks>(p, [&](latent::Shared<kBlocks>& s) {
-    latent::Copier<kBlocks>(p, s, latents, ropes, box_tokens).run();
+    latent::BoxCopier<kBlocks>(p, s, latents, ropes, box_tokens).run();
   });
+#endif
+}
+
+/// The same kernel for pages of any size.
+template <class T, int kBlocks>
+__global__ __launch_bounds__(latent::kThreads,
+                             1) void attend_latent_rows(const __grid_constant__ AttentionParams p) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  prefetch_params(p);
+  latent::attend<T, kBlocks>(p, [&](latent::Shared<kBlocks>& s) { latent::RowCopier<kBlocks>(p, s).run(); });
 #endif
 }
 

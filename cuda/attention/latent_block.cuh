@@ -19,6 +19,12 @@ namespace helix::cuda {
 
 inline constexpr int kLatentTileTokens = 64;  ///< Tokens of a KV tile.
 
+/// Whether boxes of TMA that hold 8 tokens or more divide the pages. Smaller boxes take as much time each as
+/// large ones, and load units copy the rows instead.
+inline bool has_latent_boxes(const KvFormat& format) {
+  return format.page_tokens % kSwizzleRows == 0;
+}
+
 /// Whether a call has what all Hopper kernels over latents need, whatever the type of the cache: the device,
 /// q of 16 bits, aligned rows that TMA can address.
 inline bool fits_latents(const AttentionCall& call) {

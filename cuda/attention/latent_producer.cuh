@@ -63,25 +63,47 @@ __device__ __forceinline__ void produce_parts(const AttentionParams& p, BlockSha
   tell(part);
 }
 
-/// Copies KV tiles by TMA, with a warp for each half of each KV buffer. The warp that walks along the work
-/// item has the first buffer's half that is needed last.
+/// The half of a KV buffer that this producer warp fills. The warp that walks along the work item has the
+/// first buffer's half that is needed last.
 template <int kBlocks>
-class Copier {
+struct BufferHalf {
+  const AttentionParams& p;
+  Shared<kBlocks>& s;
+  const int buffer = uniform(static_cast<int>(threadIdx.x) / kWarp % 2);
+  const int half = uniform(1 - static_cast<int>(threadIdx.x) / kWarp / 2 % 2);
+  /// Tokens of the part that earlier kernels no longer write; INT_MAX: these have ended.
+  int settled = p.reads_ahead ? 0 : INT_MAX;
+  unsigned uses = 0;  ///< Uses of the half so far.
+
+  __device__ unsigned address() const {
+    return at(s.kv[buffer]) + static_cast<unsigned>(half * kHalfChunks) * kChunkBytes;
+  }
+  __device__ bool has_rope() const { return half == kHalves - 1; }
+  __device__ unsigned full(int unit) const { return at(&s.full[buffer][half * kHalfUnits + unit]); }
+  __device__ void begin(const Part& part) {
+    if (settled < INT_MAX) settled = settled_tokens(p, part.span.query_tile);
+  }
+  /// Waits until the half is free.
+  __device__ void await_place() { barrier_wait(at(&s.empty[buffer][half]), (uses++ & 1u) ^ 1u); }
+  /// Waits until earlier kernels have written the rows of the tile at `token`.
+  __device__ void await_rows(QueryTileSpan span, int token) {
+    if (min(token + kLatentTileTokens, span.end_token) <= settled) return;
+    wait_for_previous();
+    settled = INT_MAX;
+  }
+};
+
+/// Copies KV tiles by TMA, with a warp for each half of each KV buffer.
+template <int kBlocks>
+class BoxCopier {
  public:
-  __device__ Copier(const AttentionParams& params, Shared<kBlocks>& shared, const CUtensorMap& latents,
-                    const CUtensorMap& ropes, int box_tokens)
-      : p(params),
-        s(shared),
-        latents_(latents),
-        ropes_(ropes),
-        box_tokens_(box_tokens),
-        buffer_(uniform(static_cast<int>(threadIdx.x) / kWarp % 2)),
-        half_(uniform(1 - static_cast<int>(threadIdx.x) / kWarp / 2 % 2)),
-        settled_(params.reads_ahead ? 0 : INT_MAX) {}
+  __device__ BoxCopier(const AttentionParams& params, Shared<kBlocks>& shared, const CUtensorMap& latents,
+                       const CUtensorMap& ropes, int box_tokens)
+      : p(params), place_{params, shared}, latents_(latents), ropes_(ropes), box_tokens_(box_tokens) {}
 
   __device__ void run() {
-    produce_parts<kBlocks>(p, s, [&](const Part& part) {
-      if (settled_ < INT_MAX) settled_ = settled_tokens(p, part.span.query_tile);
+    produce_parts<kBlocks>(p, place_.s, [&](const Part& part) {
+      place_.begin(part);
       if (box_tokens_ == kLatentTileTokens) {
         copy_whole_tiles(part.span, part.first_token, part.count);
       } else {
@@ -93,22 +115,13 @@ class Copier {
  private:
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-  __device__ unsigned full(int unit) const { return at(&s.full[buffer_][half_ * kHalfUnits + unit]); }
-  /// Waits until this warp's half of its KV buffer is free.
-  __device__ void await_place() { barrier_wait(at(&s.empty[buffer_][half_]), (uses_++ & 1u) ^ 1u); }
-  /// Waits until earlier kernels have written the rows of the tile at `token`.
-  __device__ void await_rows(QueryTileSpan span, int token) {
-    if (min(token + kLatentTileTokens, span.end_token) <= settled_) return;
-    wait_for_previous();
-    settled_ = INT_MAX;
-  }
   /// Sets the bytes that the half's units expect: `boxes` boxes of each chunk. The copies are issued before,
   /// so that they start sooner.
   __device__ void expect(int boxes) const {
     const auto chunk_bytes = static_cast<unsigned>(boxes * box_tokens_) * kRowBytes;
     if (lane() < kHalfUnits) {
-      const int chunks = kUnitChunks + (half_ == kHalves - 1 && lane() == kHalfUnits - 1 ? 1 : 0);
-      barrier_expect(full(lane()), static_cast<unsigned>(chunks) * chunk_bytes);
+      const int chunks = kUnitChunks + (place_.has_rope() && lane() == kHalfUnits - 1 ? 1 : 0);
+      barrier_expect(place_.full(lane()), static_cast<unsigned>(chunks) * chunk_bytes);
     }
     __syncwarp();
   }
@@ -121,23 +134,24 @@ class Copier {
       const int token = first_token + i * kLatentTileTokens;
       return i < count && token < span.end_token ? pages[token / p.page_tokens] : -1;
     };
-    int page = page_of(buffer_);
+    int page = page_of(place_.buffer);
 #pragma unroll 1
-    for (int i = buffer_; i < count; i += 2) {
+    for (int i = place_.buffer; i < count; i += 2) {
       const int next = page_of(i + 2);
       const int token = first_token + i * kLatentTileTokens;
       const int in_page = token % p.page_tokens;
       const bool is_seen = token < span.end_token;
-      await_place();
-      await_rows(span, token);
+      place_.await_place();
+      place_.await_rows(span, token);
       if (is_seen && lane() == 0) {
-        const unsigned to = at(s.kv[buffer_]) + static_cast<unsigned>(half_ * kHalfChunks) * kChunkBytes;
+        const unsigned to = place_.address();
 #pragma unroll
         for (int unit = 0; unit < kHalfUnits; ++unit)
           copy_box_once(to + static_cast<unsigned>(unit * kUnitChunks) * kChunkBytes, latents_, 0, in_page,
-                        half_ * kHalfChunks + unit * kUnitChunks, page, full(unit));
-        if (half_ == kHalves - 1)
-          copy_box_once(to + kHalfChunks * kChunkBytes, ropes_, 0, in_page, 0, page, full(kHalfUnits - 1));
+                        place_.half * kHalfChunks + unit * kUnitChunks, page, place_.full(unit));
+        if (place_.has_rope())
+          copy_box_once(to + kHalfChunks * kChunkBytes, ropes_, 0, in_page, 0, page,
+                        place_.full(kHalfUnits - 1));
       }
       expect(is_seen ? 1 : 0);
       page = next;
@@ -148,27 +162,26 @@ class Copier {
   /// the same box of several chunks.
   __device__ void copy_boxed_tiles(QueryTileSpan span, int first_token, int count) {
     const std::int32_t* pages = p.lists.pages + span.first_page;
-    const int chunks = kHalfChunks + (half_ == kHalves - 1 ? 1 : 0);
+    const int chunks = kHalfChunks + (place_.has_rope() ? 1 : 0);
 #pragma unroll 1
-    for (int i = buffer_; i < count; i += 2) {
+    for (int i = place_.buffer; i < count; i += 2) {
       const int token = first_token + i * kLatentTileTokens;
       const int first = max(0, span.begin_token - token) / box_tokens_;
       const int last =
           (min(kLatentTileTokens, max(0, span.end_token - token)) + box_tokens_ - 1) / box_tokens_;
-      await_place();
-      await_rows(span, token);
+      place_.await_place();
+      place_.await_rows(span, token);
 #pragma unroll 1
       for (int box = first + lane(); box < last; box += kWarp) {
         const int begin = token + box * box_tokens_;
         const int page = pages[begin / p.page_tokens];
-        const unsigned to = at(s.kv[buffer_]) + static_cast<unsigned>(half_ * kHalfChunks) * kChunkBytes +
-                            static_cast<unsigned>(box * box_tokens_) * kRowBytes;
+        const unsigned to = place_.address() + static_cast<unsigned>(box * box_tokens_) * kRowBytes;
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; ++chunk) {
           const bool is_rope = chunk == kHalfChunks;
           copy_box_once(to + static_cast<unsigned>(chunk) * kChunkBytes, is_rope ? ropes_ : latents_, 0,
-                        begin % p.page_tokens, is_rope ? 0 : half_ * kHalfChunks + chunk, page,
-                        full(min(chunk / kUnitChunks, kHalfUnits - 1)));
+                        begin % p.page_tokens, is_rope ? 0 : place_.half * kHalfChunks + chunk, page,
+                        place_.full(min(chunk / kUnitChunks, kHalfUnits - 1)));
         }
       }
       expect(max(0, last - first));
@@ -176,14 +189,10 @@ class Copier {
   }
 
   const AttentionParams& p;
-  Shared<kBlocks>& s;
+  BufferHalf<kBlocks> place_;
   const CUtensorMap& latents_;
   const CUtensorMap& ropes_;
   const int box_tokens_;
-  const int buffer_;
-  const int half_;
-  int settled_;        // tokens of the part that earlier kernels no longer write; INT_MAX: these have ended
-  unsigned uses_ = 0;  // uses of the half so far
 };
 
 }  // namespace helix::cuda::latent
