@@ -9,7 +9,6 @@
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/local_tokens.hpp"
 #include "cuda/attention/narrow_latent.cuh"
-#include "cuda/kv_cache/paged_maps.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -19,11 +18,12 @@ namespace {
 using narrow_latent::kThreads;
 using narrow_latent::kTokens;
 
-/// The kernel for one type and cluster size, on the current device.
-template <class T, int kCluster>
+/// The kernel for one type, cluster size and way to fetch KV tiles, on the current device.
+template <class T, int kCluster, class Copies>
 struct NarrowLaunch {
-  static constexpr auto kKernel = narrow_latent::attend_narrow_latent<T, kCluster>;
-  static constexpr int kBytes = static_cast<int>(sizeof(typename narrow_latent::Block<T, kCluster>::Shared));
+  static constexpr auto kKernel = narrow_latent::attend_narrow_latent<T, kCluster, Copies>;
+  static constexpr int kBytes =
+      static_cast<int>(sizeof(typename narrow_latent::Block<T, kCluster, Copies>::Shared));
   static_assert(kBytes <= 227 * 1024);
 
   /// Clusters that the device holds at a time. The blocks of a cluster need SMs of one group of SMs: of an
@@ -59,22 +59,24 @@ struct NarrowLaunch {
     if (page_list_tokens(call.kv) <= narrow_latent::Limits<kCluster>::kWholeTiles * kTokens)
       clusters = std::min(clusters, p.num_query_tiles);  // leaves the other SMs to the next kernel
     HELIX_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    const int box = box_tokens_of(call.kv.format, kTokens);
-    const int chunks = box == kTokens ? kLatentColumns / kChunkColumns : 1;
     launch_with(LaunchAttributes().early().clusters(kCluster), kKernel,
                 static_cast<unsigned>(clusters * kCluster), kThreads, kBytes, grid.stream, p,
-                narrow_latent::Maps{paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
-                                    paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box,
-                                    chunks});
+                Copies::maps_of(p, call.kv));
     return true;
   }
 };
 
 /// Launches the kernel with the largest clusters that leave one for each query tile.
+template <class T, class Copies>
+void launch_clusters(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+  NarrowLaunch<T, 8, Copies>::launch(p, call, grid) || NarrowLaunch<T, 4, Copies>::launch(p, call, grid) ||
+      NarrowLaunch<T, 1, Copies>::launch(p, call, grid);
+}
+
 template <class T>
 void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-  NarrowLaunch<T, 8>::launch(p, call, grid) || NarrowLaunch<T, 4>::launch(p, call, grid) ||
-      NarrowLaunch<T, 1>::launch(p, call, grid);
+  has_latent_boxes(call.kv.format) ? launch_clusters<T, narrow_latent::ChunkBoxes>(p, call, grid)
+                                   : launch_clusters<T, narrow_latent::RowCopies>(p, call, grid);
 }
 
 /// Whether this kernel is faster than that of latent.cuh for sequences of up to `tokens` tokens. It starts

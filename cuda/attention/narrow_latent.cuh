@@ -6,10 +6,11 @@
 //
 // The blocks of a cluster share a work item: they take its KV tiles in turn and combine their results of a
 // query tile, so that a KV split belongs to a cluster. Shared memory holds a ring of kStages KV tiles of 32
-// tokens. A block has eight warps. For each KV tile, a warp multiplies 8 keys by half of their columns,
-// computes the weights of two rows, and accumulates 64 columns of the values. It computes the next tile's
-// scores before it adds this tile's values, so one barrier a tile is enough: after it the weights and the
-// next tile's scores are ready, and the previous tile's stage is free.
+// tokens, which one warp fetches by TMA, or all warps by cp.async (narrow_latent_copies.cuh). A block has
+// eight warps. For each KV tile, a warp multiplies 8 keys by half of their columns, computes the weights of
+// two rows, and accumulates 64 columns of the values. It computes the next tile's scores before it adds this
+// tile's values, so one barrier a tile is enough: after it the weights and the next tile's scores are ready,
+// and the previous tile's stage is free.
 #pragma once
 
 #include <cstddef>
@@ -44,11 +45,11 @@ struct Limits : ShortTileLimits {
   static constexpr int kWholeTiles = 3 * kCluster;
 };
 
-/// One of the kCluster blocks that share a work item.
-template <class T, int kCluster>
+/// One of the kCluster blocks that share a work item. Copies is a way to fetch KV tiles.
+template <class T, int kCluster, class Copies>
 struct Block {
   using Plan = AttentionPlan<kTokens, Limits<kCluster>, true, kCluster>;
-  using Producer = TileProducer<ChunkBoxes, Plan, kCluster, 1>;
+  using Producer = TileProducer<Copies, Plan, kCluster, 1>;
   using WarpProducts = Products<T>;
   using Sums = float[WarpProducts::kSumTiles][4];
   static constexpr int kQueryStride = kColumns + 8;  // padded: eight rows in different banks
@@ -72,13 +73,12 @@ struct Block {
     Plan plan;
   };
 
-  static __device__ void attend(const AttentionParams& p, const Maps& maps) {
+  static __device__ void attend(const AttentionParams& p, const typename Copies::Maps& maps) {
     extern __shared__ __align__(1024) std::byte memory[];
     auto& s = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
-      prefetch_map(maps.latents);
-      prefetch_map(maps.ropes);
-      for (auto& barrier : s.barriers) barrier_init(latent::at(&barrier), 1);
+      Copies::prefetch(maps);
+      for (auto& barrier : s.barriers) barrier_init(latent::at(&barrier), Copies::kArrivals);
       fence_barrier_init();
     }
     if (!p.reads_ahead) follow_previous(p);
@@ -89,7 +89,7 @@ struct Block {
 
     Cluster<kCluster> cluster(p, s.found);
     const int rank = latent::block_of_item<kCluster>();
-    const bool copies = latent::uniform(static_cast<int>(threadIdx.x) / kWarp) == 0;
+    const bool copies = Copies::kTakesAllWarps || latent::uniform(static_cast<int>(threadIdx.x) / kWarp) == 0;
     Producer producer(p, maps, s.plan, copies ? item : WorkItem{item.start, 0}, rank);
     const auto fill = [&](int stage) {
       if (copies) producer.issue(latent::at(s.stages[stage]), latent::at(&s.barriers[stage]));
@@ -118,9 +118,15 @@ struct Block {
         start_next();  // not earlier: the next kernel would take memory bandwidth from this step's q and KV
         find_target_place(p);
       }
-      query_row.copy(s.queries);
-      for (; filled < kStages; ++filled) fill(filled);
-      wait_for_all_copies();
+      if constexpr (Copies::kTakesAllWarps) {
+        query_row.pass(s.queries, [&] {
+          for (; filled < kStages; ++filled) fill(filled);
+        });
+      } else {
+        query_row.copy(s.queries);
+        for (; filled < kStages; ++filled) fill(filled);
+        wait_for_all_copies();
+      }
       __syncthreads();
       const WarpProducts products(s.queries[0], kQueryStride);
       Sums sums = {};
@@ -187,6 +193,23 @@ struct Block {
 #pragma unroll
       for (int i = 0; i < kColumns; i += kRowThreads * kPartElements) {
         if (column + i < kColumns) copy_chunk_or_zeros(latent::at(&to[row][column + i]), from + i, is_row);
+      }
+    }
+
+    /// Copies the same through registers, and calls meanwhile() before it arrives. For threads that copy KV
+    /// tiles too, because to wait for cp.async means to wait for all earlier ones of the thread.
+    template <class Meanwhile>
+    __device__ __forceinline__ void pass(T (&to)[kMmaRows][kQueryStride], const Meanwhile& meanwhile) const {
+      constexpr int kStep = kRowThreads * kPartElements;
+      uint4 parts[(kColumns + kStep - 1) / kStep] = {};
+#pragma unroll
+      for (int i = 0; i < kColumns; i += kStep) {
+        if (is_row && column + i < kColumns) parts[i / kStep] = *reinterpret_cast<const uint4*>(from + i);
+      }
+      meanwhile();
+#pragma unroll
+      for (int i = 0; i < kColumns; i += kStep) {
+        if (column + i < kColumns) *reinterpret_cast<uint4*>(&to[row][column + i]) = parts[i / kStep];
       }
     }
   };
@@ -270,12 +293,13 @@ struct Block {
   }
 };
 
-template <class T, int kCluster>
+template <class T, int kCluster, class Copies>
 __global__ __maxnreg__(kRegisters) void attend_narrow_latent(const __grid_constant__ AttentionParams p,
-                                                             const __grid_constant__ Maps maps) {
+                                                             const __grid_constant__
+                                                             typename Copies::Maps maps) {
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
-  Block<T, kCluster>::attend(p, maps);
+  Block<T, kCluster, Copies>::attend(p, maps);
   wait_for_previous();  // in case the block had nothing to do
   start_next();
   finish_messages(p);

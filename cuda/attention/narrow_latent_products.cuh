@@ -9,9 +9,6 @@
 
 namespace helix::cuda::narrow_latent {
 
-inline constexpr int kWarps = 8;
-inline constexpr int kThreads = kWarps * kWarp;
-
 /// The products of one warp with a KV tile in shared memory.
 template <class T>
 class Products {
