@@ -84,11 +84,12 @@ extern const AttentionKernel kTensorPagesE4m3;
 extern const AttentionKernel kTensorRowsE4m3;
 /// mma.sync of compute capability 9.0 over latents of 512 columns and 64 rope columns, for up to 16 query
 /// rows of a sequence while sequences and their tokens are few. q, out and KV have one 16-bit type; rows of
-/// KV have any strides that TMA takes; q and KV are aligned to 16 bytes.
+/// KV have any strides, in pages of a multiple of 8 tokens those that TMA takes; q and KV are aligned to 16
+/// bytes.
 extern const AttentionKernel kNarrowLatent;
 /// wgmma of compute capability 9.0 over latents of 512 columns and 64 rope columns. q and out have one 16-bit
-/// type; KV has the same type, e4m3 or, with bf16 q, fp8_ds_mla. Rows of KV have any strides that TMA takes;
-/// q and KV are aligned to 16 bytes.
+/// type; KV has the same type, e4m3 or, with bf16 q, fp8_ds_mla. Rows of KV have any strides, in pages of a
+/// multiple of 8 tokens those that TMA takes; q and KV are aligned to 16 bytes.
 extern const AttentionKernel kLatentKernel;
 /// mma.sync of compute capability 8.0, for all devices: q and out of f16 with KV of bf16.
 extern const AttentionKernel kMmaRest;

@@ -26,12 +26,12 @@ inline bool has_latent_boxes(const KvFormat& format) {
 }
 
 /// Whether a call has what all Hopper kernels over latents need, whatever the type of the cache: the device,
-/// q of 16 bits, aligned rows that TMA can address.
+/// q of 16 bits, aligned rows that TMA, if it copies them, can address.
 inline bool fits_latents(const AttentionCall& call) {
   const KvFormat& format = call.kv.format;
   return call.is_hopper && format.is_latent && is_latent_shape(format.head_dim, format.value_dim) &&
          size_bytes(call.dtype) == 2 && call.q_alignment == 16 && call.kv_alignment == 16 &&
-         call.has_tensor_maps;
+         (call.has_tensor_maps || !has_latent_boxes(format));
 }
 
 inline constexpr int kMaxLatentSplits = 256;  ///< Most KV splits of a query tile.

@@ -8,12 +8,12 @@
 namespace helix::cuda {
 namespace {
 
-/// Tensor maps of the pool's rows; none if a box would have fewer rows than a swizzle.
+/// Tensor maps of the pool's rows; none if no boxes divide its pages.
 template <class K>
 latent_e4m3::Maps maps_of(const AttentionParams& p, const KvView& kv) {
   latent_e4m3::Maps maps{};
+  if (!has_latent_boxes(kv.format)) return maps;
   const int box = box_tokens_of(kv.format, kLatentTileTokens);
-  if (box < kSwizzleRows) return maps;
   const auto map_of = [&](std::byte* first, const PagedRows& rows, int columns, int chunks,
                           CUtensorMapSwizzle swizzle) {
     return rows_map<4>(first, DType::fp8_e4m3, {columns, kv.format.page_tokens, chunks, kv.num_pages},
