@@ -45,10 +45,13 @@ TEMPLATE_TEST_CASE("latents on a GPU: every edge of tiles and splits", "", f16, 
   for (const std::int64_t heads : {16, 128}) {
     for (const std::int64_t length :
          {1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 640, 1000, 3001}) {
-      AttentionCase c = latent_case<TestType>(heads);
-      c.sequences = {{length, 1}};
-      CAPTURE(heads, length);
-      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+      for (const std::int64_t page : {64, 1}) {
+        AttentionCase c = latent_case<TestType>(heads);
+        c.page_tokens = page;
+        c.sequences = {{length, 1}};
+        CAPTURE(heads, length, page);
+        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+      }
     }
   }
 }
@@ -76,21 +79,52 @@ TEMPLATE_TEST_CASE("latents on a GPU: any page, chunk, shard, window and cap", "
   }
 }
 
+/// TMA copies from pages of a multiple of 8 tokens, load units from others.
+TEMPLATE_TEST_CASE("latents on a GPU: small pages under any heads, windows and shards", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t heads : {5, 16, 17, 64, 65, 100, 128}) {
+    for (const std::int64_t page : {1, 2, 4, 12}) {
+      for (const std::int64_t window : {0, 70}) {
+        for (const std::int64_t kvp : {1, 3}) {
+          AttentionCase c = latent_case<TestType>(heads);
+          c.page_tokens = page;
+          c.window = window;
+          c.forgets = window > 0;
+          c.kvp = kvp;
+          c.chunk = page == 4 ? 5 : 16;
+          c.pool = window > 0 ? split_latent_pools : latent_pool;
+          c.is_csr = page == 2;
+          c.padding = {1};
+          CAPTURE(heads, page, window, kvp);
+          c.sequences = {{150, 1}, {9, 1}, {1, 1}, {1000, 1}, {33, 1}, {90, 0}};
+          CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+          c.sequences = {{400, 2}, {1, 1}, {64, 5}, {65, 1}, {700, 3}, {90, 0}};
+          CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        }
+      }
+    }
+  }
+}
+
 TEMPLATE_TEST_CASE("latents on a GPU: ragged batches, padding and empty shards", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
   for (const std::int64_t heads : {16, 64, 128}) {
-    AttentionCase c = latent_case<TestType>(heads);
-    c.sequences.clear();
-    for (std::int64_t b = 0; b < 37; ++b) c.sequences.push_back({1 + b * b % 190, b % 7 == 3 ? 0 : 1});
-    c.sequences.push_back({900, 1});
-    c.padding = {2, 5};
-    c.kvp = 2;
-    CAPTURE(heads);
-    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
-    c.padding.clear();
-    c.sequences = {{1, 1}, {c.chunk, 1}};  // a rank without any page
-    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    for (const std::int64_t page : {64, 1}) {
+      AttentionCase c = latent_case<TestType>(heads);
+      c.page_tokens = page;
+      c.sequences.clear();
+      for (std::int64_t b = 0; b < 37; ++b) c.sequences.push_back({1 + b * b % 190, b % 7 == 3 ? 0 : 1});
+      c.sequences.push_back({900, 1});
+      c.padding = {2, 5};
+      c.kvp = 2;
+      CAPTURE(heads, page);
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+      c.padding.clear();
+      c.sequences = {{1, 1}, {c.chunk, 1}};  // a rank without any page
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
   }
   AttentionCase many = latent_case<TestType>(3);
   many.sequences.clear();
@@ -105,13 +139,13 @@ TEMPLATE_TEST_CASE("latents on a GPU: reading ahead gives the same bits", "", f1
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
   for (const std::int64_t heads : {4, 16, 128}) {
-    for (const std::int64_t kvp : {1, 2}) {
+    for (const std::int64_t page : {64, 16, 2}) {  // whole tiles of a page, boxes, and rows
       AttentionCase c = latent_case<TestType>(heads);
-      c.kvp = kvp;
-      c.page_tokens = kvp == 1 ? 64 : 16;  // whole tiles of a page, and boxes
+      c.kvp = page == 64 ? 1 : 2;
+      c.page_tokens = page;
       const auto check = [&](const std::vector<Sequence>& sequences) {
         c.sequences = sequences;
-        CAPTURE(heads, kvp, sequences.size());
+        CAPTURE(heads, page, sequences.size());
         check_reading_ahead(c, operators);
       };
       for (const std::int64_t length : {1, 65, 300, 2000}) check({{length, 1}});
@@ -127,12 +161,15 @@ TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits 
   for (const int blocks : {1, 2, 3, 10, 131, 0}) {
     operators.set_attention_blocks(blocks);
     for (const std::int64_t heads : {8, 16, 128}) {
-      AttentionCase c = latent_case<TestType>(heads);
-      c.sequences = {{700, 1}, {90, 1}, {1500, 2}};
-      CAPTURE(blocks, heads);
-      const AttentionWorld<TestType> world(c);
-      CHECK(world.check(operators) == "");
-      CHECK(world.run(operators) == world.run(operators));
+      for (const std::int64_t page : {64, 1}) {
+        AttentionCase c = latent_case<TestType>(heads);
+        c.page_tokens = page;
+        c.sequences = {{700, 1}, {90, 1}, {1500, 2}};
+        CAPTURE(blocks, heads, page);
+        const AttentionWorld<TestType> world(c);
+        CHECK(world.check(operators) == "");
+        CHECK(world.run(operators) == world.run(operators));
+      }
     }
   }
 }
@@ -145,18 +182,20 @@ TEMPLATE_TEST_CASE("latents on a GPU: few rows of any number of sequences, short
   beside_others.set_shares_device(true);  // no clusters
   // The kernel for few rows uses clusters of eight or four blocks, or single blocks; with few pages it uses
   // at most as many clusters as sequences. Many or long sequences use the other kernel.
-  // clusters than sequences; many sequences, or long ones, are the other kernel's.
   for (const std::int64_t sequences : {1, 3, 15, 16, 31, 66, 67, 133}) {
     for (const std::int64_t longest : {40, 767, 2000}) {
-      AttentionCase c = latent_case<TestType>(sequences % 2 == 0 ? 16 : 5);
-      c.sequences.clear();
-      for (std::int64_t b = 0; b < sequences; ++b)
-        c.sequences.push_back({b % 20 == 0 ? longest : 1 + b * 37 % 90, 1});
-      CAPTURE(sequences, longest);
-      const AttentionWorld<TestType> world(c);
-      CHECK(world.check(operators) == "");
-      CHECK(world.run(operators) == world.run(operators));
-      CHECK(world.check(beside_others) == "");
+      for (const std::int64_t page : {64, 1}) {
+        AttentionCase c = latent_case<TestType>(sequences % 2 == 0 ? 16 : 5);
+        c.page_tokens = page;
+        c.sequences.clear();
+        for (std::int64_t b = 0; b < sequences; ++b)
+          c.sequences.push_back({b % 20 == 0 ? longest : 1 + b * 37 % 90, 1});
+        CAPTURE(sequences, longest, page);
+        const AttentionWorld<TestType> world(c);
+        CHECK(world.check(operators) == "");
+        CHECK(world.run(operators) == world.run(operators));
+        CHECK(world.check(beside_others) == "");
+      }
     }
   }
 }
