@@ -139,6 +139,9 @@ constexpr Case kCases[] = {
     mla({.query_heads = 16, .batch = 64, .tokens = 512}),
     mla({.query_heads = 16, .batch = 1, .tokens = 2048}),
     mla({.query_heads = 16, .batch = 8, .tokens = 2048}),
+    mla({.query_heads = 128, .batch = 8, .tokens = 131072, .page_tokens = 1}),
+    mla({.query_heads = 16, .batch = 64, .tokens = 32768, .page_tokens = 1}),
+    mla({.query_heads = 16, .tokens = 8192, .page_tokens = 1}),
     // Draft tokens.
     {.batch = 1, .tokens = 8192, .queries = 4},
     {.batch = 8, .tokens = 8192, .queries = 4},
