@@ -139,7 +139,7 @@ using Scores = float[kLatentTileTokens / 2];
 using Operand = unsigned[kSteps][4];  // 64 rows x 64 columns in the registers of a warp group
 
 __device__ inline unsigned at(const void* shared) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  return shared_at(shared);
 }
 
 /// Index of this block in the schedule, which counts the blocks of a work item as one.

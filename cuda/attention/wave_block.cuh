@@ -11,10 +11,6 @@
 
 namespace helix::cuda {
 
-__device__ __forceinline__ unsigned shared_at(const void* shared) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-}
-
 /// Sizes of the kernel for one head size.
 template <int kHeadDim, int kVDim, int kTileTokens, int kWarpGroups, bool kTurns>
 struct WaveSizes {

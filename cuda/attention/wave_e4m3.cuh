@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What e4m3 KV needs in the kernel for many query rows (waves.cuh). Keys and values are widened to f16 on
-// their way into shared memory; queries of bf16 become f16 there, each row scaled by a power of two
+// What e4m3 KV needs in the kernel for many query rows (waves.cuh). Keys and values are widened to f16 in
+// shared memory or on their way there; queries of bf16 become f16 there, each row scaled by a power of two
 // (row_operands.cuh). Scales multiply scores and results.
 #pragma once
 
@@ -18,6 +18,17 @@
 #include "cuda/runtime/wgmma.cuh"
 
 namespace helix::cuda {
+
+/// Widens 16 e4m3 to f16, and stores each half of them at its place.
+__device__ __forceinline__ void store_widened(const uint4& x, unsigned first, unsigned second) {
+  uint4 halves[2];
+  widen(x.x, halves[0].x, halves[0].y);
+  widen(x.y, halves[0].z, halves[0].w);
+  widen(x.z, halves[1].x, halves[1].y);
+  widen(x.w, halves[1].z, halves[1].w);
+  store_shared(first, halves[0]);
+  store_shared(second, halves[1]);
+}
 
 /// Copies KV tiles of e4m3 by TMA, for page sizes that whole boxes of 8 rows or more divide, and widens them
 /// to f16 in place, by two warps, 32 rows in turn. A stage first gets the rows as they are stored: 128 bytes
@@ -154,14 +165,7 @@ struct WaveWideningBoxes {
         constexpr int kChunkParts = kChunkColumns / 16;
         const unsigned to = from ^ static_cast<unsigned>(i % kChunkParts) * 32u;
         const unsigned chunk = static_cast<unsigned>(i / kChunkParts) * kChunkBytes;
-        const uint4& x = stored[i];
-        uint4 halves[2];
-        widen(x.x, halves[0].x, halves[0].y);
-        widen(x.y, halves[0].z, halves[0].w);
-        widen(x.z, halves[1].x, halves[1].y);
-        widen(x.w, halves[1].z, halves[1].w);
-        store_shared(to + chunk, halves[0]);
-        store_shared((to ^ 16u) + chunk, halves[1]);
+        store_widened(stored[i], to + chunk, (to ^ 16u) + chunk);
       }
     }
   }
@@ -187,8 +191,7 @@ struct WaveWideningRows {
   /// by constants.
   static constexpr int kLaneParts = std::gcd(kRowParts, 4);
   static constexpr int kLoadRows = kWarp / kLaneParts;  ///< Rows of one load.
-  static_assert(kRowParts % kLaneParts == 0 && kRowParts % kAhead == 0 && kTokens % kWarp == 0 &&
-                kLoadRows % kSwizzleRows == 0);
+  static_assert(kRowParts % kAhead == 0 && kTokens % kWarp == 0 && kLoadRows % kSwizzleRows == 0);
 
   WaveSource from;
 
@@ -267,13 +270,7 @@ struct WaveWideningRows {
     const auto in_chunk = static_cast<unsigned>(lane() % kLaneParts * 2 + part % 8);
     to += static_cast<unsigned>(part / 8) * kChunkBytes +
           static_cast<unsigned>(i % kLaneParts * kLoadRows) * 128u;
-    uint4 halves[2];
-    widen(x.x, halves[0].x, halves[0].y);
-    widen(x.y, halves[0].z, halves[0].w);
-    widen(x.z, halves[1].x, halves[1].y);
-    widen(x.w, halves[1].z, halves[1].w);
-    store_shared(to + swizzled(row, in_chunk), halves[0]);
-    store_shared(to + swizzled(row, in_chunk + 1u), halves[1]);
+    store_widened(x, to + swizzled(row, in_chunk), to + swizzled(row, in_chunk + 1u));
   }
 };
 

@@ -96,16 +96,14 @@ struct WaveProducts {
       softmax.scales.scores[1] = score_factor(p.scale * k_scale * inverse.y);
     }
     softmax.begin_part(bounds());
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(s.queries)) +
-                        static_cast<unsigned>(group) * kGroupRows * 128u;
+    const unsigned at = shared_at(s.queries) + static_cast<unsigned>(group) * kGroupRows * 128u;
     queries = warp_uniform(static_cast<unsigned>(rows_operand(at)));
   }
 
   /// Issues scores = queries keys^T.
   __device__ __forceinline__ void ask_scores(Scores& scores) const {
     const std::uint64_t rows = rows_operand(0) >> 32 << 32 | queries;
-    const std::uint64_t keys =
-        rows_operand(static_cast<unsigned>(__cvta_generic_to_shared(s.keys[key_place.stage()])));
+    const std::uint64_t keys = rows_operand(shared_at(s.keys[key_place.stage()]));
 #pragma unroll
     for (int k = 0; k < S::kDim / kProductDepth; ++k) {
       const int chunk = k / 4;
@@ -119,8 +117,7 @@ struct WaveProducts {
   /// Issues found += weights values for the KV tile's first kSteps * 16 tokens.
   template <int kSteps = kValueSteps>
   __device__ __forceinline__ void ask_values(const Weights& weights, RowSums<S::kValueDim>& found) const {
-    const std::uint64_t values = columns_operand(
-        static_cast<unsigned>(__cvta_generic_to_shared(s.values[value_place.stage()])), S::kTokens * 128u);
+    const std::uint64_t values = columns_operand(shared_at(s.values[value_place.stage()]), S::kTokens * 128u);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
       product<Element, S::kValueDim, true>(found.d, weights[k], operand_at(values, k * 2048), 1);

@@ -47,6 +47,11 @@ __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
+/// The address in shared memory that other functions take.
+__device__ __forceinline__ unsigned shared_at(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
 __device__ __forceinline__ void store_shared(unsigned to, std::byte x) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(static_cast<unsigned>(x)) : "memory");
 }

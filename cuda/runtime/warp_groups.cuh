@@ -51,8 +51,8 @@ struct RingBarriers {
   /// Called by one thread, before a barrier of the block.
   __device__ void init(unsigned fills, unsigned empties) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&full[i])), fills);
-      barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&empty[i])), empties);
+      barrier_init(shared_at(&full[i]), fills);
+      barrier_init(shared_at(&empty[i]), empties);
     }
   }
 };
@@ -62,8 +62,7 @@ template <int kStages>
 class RingPlace {
  public:
   __device__ explicit RingPlace(RingBarriers<kStages>& ring)
-      : full_(static_cast<unsigned>(__cvta_generic_to_shared(ring.full))),
-        empty_(static_cast<unsigned>(__cvta_generic_to_shared(ring.empty))) {}
+      : full_(shared_at(ring.full)), empty_(shared_at(ring.empty)) {}
 
   __device__ __forceinline__ int stage() const { return static_cast<int>(count_ % kStages); }
   __device__ __forceinline__ unsigned full() const { return full_ + count_ % kStages * 8u; }
