@@ -95,7 +95,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
   };
   const std::uint64_t addresses =
       reinterpret_cast<std::uint64_t>(to[0]) | reinterpret_cast<std::uint64_t>(to[1]);
-  if (__all_sync(~0u, addresses % 16 == 0)) {  // addresses of lines are
+  const auto store_rows = [&](const auto& store) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -104,14 +104,20 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
         pairs_of(h, four, words);
         transpose_words(words);
         const int column = (four * 4 + quarter) * 8;
-        if (!is_row[h] || (kBlocks % 4 != 0 && column >= kValueDim)) continue;
-        if (p.sends_lines) {
-          store_line(to[h] + 2 * column, words[0], words[1], place.count);
-          store_line(to[h] + 2 * column + 8, words[2], words[3], place.count);
-        } else {
-          *reinterpret_cast<uint4*>(to[h] + column) = uint4{words[0], words[1], words[2], words[3]};
-        }
+        if (is_row[h] && (kBlocks % 4 == 0 || column < kValueDim)) store(to[h], column, words);
       }
+    }
+  };
+  if (__all_sync(~0u, addresses % 16 == 0)) {  // addresses of lines are
+    if (p.sends_lines) {
+      store_rows([&](T* row, int column, const unsigned(&words)[4]) {
+        store_line(row + 2 * column, words[0], words[1], place.count);
+        store_line(row + 2 * column + 8, words[2], words[3], place.count);
+      });
+    } else {
+      store_rows([](T* row, int column, const unsigned(&words)[4]) {
+        *reinterpret_cast<uint4*>(row + column) = uint4{words[0], words[1], words[2], words[3]};
+      });
     }
     return;
   }
