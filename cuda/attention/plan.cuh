@@ -32,7 +32,7 @@ struct AttentionLists {
   static_assert(kTokens >= kMinKvTileTokens && Limits::kPaddingTiles <= kMaxPaddingTiles);
 
   int kv_tile_begin[kMaxQueryTiles + 1];  ///< KV tiles of one KV head before each query tile, with padding.
-  /// First query tile of each sequence, counted in the launch.
+  /// First query tile of each sequence, counted in the launch; unset if each is one query tile.
   Count query_tile_begin[kMaxLaunchSequences + 1];
   /// KV splits of one KV head before each query tile, if is_one_split_each.
   Count split_begin[kMaxQueryTiles + 1];
@@ -134,19 +134,17 @@ __device__ inline TokenRange seen_by_row(const AttentionParams& p, const QueryTi
   return visible<kCalls>(p, p.positions[tile.token(p, row)]);
 }
 
-/// The span of query tile `u` of the launch, which belongs to sequence `b`.
-template <class Plan>
-__device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u, int b) {
-  const int skipped = b == 0 ? p.first_query_tile : 0;
-  const int row = (u - plan.query_tile_begin[b] + skipped) * p.query_tile_rows;
-  return span_of<Plan::kCalls>(p, b, row, min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row));
-}
-
-/// The span of query tile `u` of the launch, for kernels that do not keep it.
+/// The span of query tile `u` of the launch.
 template <class Plan>
 __device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u) {
-  if (p.is_one_query_tile_each) return span_of<Plan::kCalls>(p, u, 0, query_rows(p, u));
-  return span_of_tile(p, plan, u, find_last(plan.query_tile_begin, p.num_sequences, u));
+  int b = u;
+  int row = 0;
+  if (!p.is_one_query_tile_each) {
+    b = find_last(plan.query_tile_begin, p.num_sequences, u);
+    const int skipped = b == 0 ? p.first_query_tile : 0;
+    row = (u - plan.query_tile_begin[b] + skipped) * p.query_tile_rows;
+  }
+  return span_of<Plan::kCalls>(p, b, row, min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row));
 }
 
 /// Keeps query tile `u` in the plan. Returns its number of KV tiles, with padding.
@@ -194,22 +192,22 @@ __device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.query_tile_begin[0])>;
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
-  for (int t = thread; t < p.num_tokens; t += threads) prefetch_line(p.positions + p.first_token + t);
+  if (!p.is_one_query_tile_each) {
+    for (int t = thread; t < p.num_tokens; t += threads) prefetch_line(p.positions + p.first_token + t);
 #pragma unroll 1
-  for (int b = thread; b < p.num_sequences; b += threads) {
-    const int skipped = b == 0 ? p.first_query_tile : 0;
-    const int tiles = (query_rows(p, b) + p.query_tile_rows - 1) / p.query_tile_rows - skipped;
-    plan.query_tile_begin[b] =
-        static_cast<Count>(min(tiles, kMaxQueryTiles));  // other launches have the rest
+    for (int b = thread; b < p.num_sequences; b += threads) {
+      const int skipped = b == 0 ? p.first_query_tile : 0;
+      const int tiles = (query_rows(p, b) + p.query_tile_rows - 1) / p.query_tile_rows - skipped;
+      plan.query_tile_begin[b] =
+          static_cast<Count>(min(tiles, kMaxQueryTiles));  // other launches have the rest
+    }
+    __syncthreads();
+    if (thread < kWarp) exclusive_sum(plan.query_tile_begin, p.num_sequences);
+    __syncthreads();
   }
-  __syncthreads();
-  if (thread < kWarp) exclusive_sum(plan.query_tile_begin, p.num_sequences);
-  __syncthreads();
 #pragma unroll 1
-  for (int u = thread; u < p.num_query_tiles; u += threads) {
-    const int b = find_last(plan.query_tile_begin, p.num_sequences, u);
-    plan.kv_tile_begin[u] = plan_query_tile(p, plan, u, span_of_tile(p, plan, u, b));
-  }
+  for (int u = thread; u < p.num_query_tiles; u += threads)
+    plan.kv_tile_begin[u] = plan_query_tile(p, plan, u, span_of_tile(p, plan, u));
   __syncthreads();
   if (thread < kWarp) {
     exclusive_sum(plan.kv_tile_begin, p.num_query_tiles);
