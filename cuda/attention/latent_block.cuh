@@ -82,7 +82,7 @@ template <class T>
 inline constexpr float kMaxExponent = kTopExponent<T> + 8.0f;
 
 /// Named barriers of the block.
-enum Barrier { kAllConsumers = 1, kLeadsWeights, kFollowersWeights, kOneGroup };
+enum Barrier { kAllConsumers = 1, kLeadsWeights, kFollowersWeights, kFirstCopies, kOneGroup };
 
 /// The part of a block's work item that belongs to one query tile.
 struct Part {

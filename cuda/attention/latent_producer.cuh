@@ -83,8 +83,16 @@ struct BufferHalf {
   __device__ void begin(const Part& part) {
     if (settled < INT_MAX) settled = settled_tokens(p, part.span.query_tile);
   }
-  /// Waits until the half is free.
-  __device__ void await_place() { barrier_wait(at(&s.empty[buffer][half]), (uses++ & 1u) ^ 1u); }
+  /// Waits until the half is free. The second buffer's first copies come after those of the first one: asked
+  /// for at the same time, the first KV tile would take as long as both.
+  __device__ void await_place() {
+    if (uses == 0 && buffer == 1) group_sync(kFirstCopies, kProducerWarps * kWarp);
+    barrier_wait(at(&s.empty[buffer][half]), (uses++ & 1u) ^ 1u);
+  }
+  /// Called when the copies of a tile have been asked for.
+  __device__ void end_copies() const {
+    if (uses == 1 && buffer == 0) group_arrive(kFirstCopies, kProducerWarps * kWarp);
+  }
   /// Waits until earlier kernels have written the rows of the tile at `token`.
   __device__ void await_rows(QueryTileSpan span, int token) {
     if (min(token + kLatentTileTokens, span.end_token) <= settled) return;
@@ -153,6 +161,8 @@ class BoxCopier {
           copy_box_once(to + kHalfChunks * kChunkBytes, ropes_, 0, in_page, 0, page,
                         place_.full(kHalfUnits - 1));
       }
+      __syncwarp();
+      place_.end_copies();
       expect(is_seen ? 1 : 0);
       page = next;
     }
@@ -184,6 +194,8 @@ class BoxCopier {
                         place_.full(min(chunk / kUnitChunks, kHalfUnits - 1)));
         }
       }
+      __syncwarp();
+      place_.end_copies();
       expect(max(0, last - first));
     }
   }

@@ -77,6 +77,7 @@ class RowCopier {
       commit_copies();
       if (is_seen && place_.has_rope()) copy_chunks<1>(ropes, place_.address() + kHalfChunks * kChunkBytes);
       commit_copies();
+      place_.end_copies();
       finish_unit<0>();
       finish_unit<1>();
     }
