@@ -55,7 +55,8 @@ struct RowWriter {
     };
     write_bits(column, uint2{pair(result.x, result.y), pair(result.z, result.w)});
   }
-  /// Writes four columns that already have out's 16-bit type.
+
+ private:
   __device__ void write_bits(int column, uint2 four) const {
     if (p.sends_lines) {
       store_line(static_cast<std::uint16_t*>(p.out) + at + 2 * column, four.x, four.y, count);
@@ -63,8 +64,6 @@ struct RowWriter {
       store<std::uint16_t>(column, four);
     }
   }
-
- private:
   __device__ void write_floats(int column, float4 four) const {
     if (!p.sends_lines) return store<float>(column, four);
     float* const line = static_cast<float*>(p.out) + at + 2 * column;
@@ -77,7 +76,7 @@ struct RowWriter {
   __device__ void store(int column, const Four& four) const {
     T* to = static_cast<T*>(p.out) + at + column;
     const int left = p.value_dim - column;
-    if (p.is_out_aligned && left >= kLaneColumns) {
+    if (p.out_alignment >= static_cast<int>(sizeof(Four)) && left >= kLaneColumns) {
       *reinterpret_cast<Four*>(to) = four;
     } else {
       const T* from = reinterpret_cast<const T*>(&four);

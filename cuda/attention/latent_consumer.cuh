@@ -96,12 +96,14 @@ struct Consumer {
 
   /// Caps and masks the scores of tile `i`, and finds the largest one (base 2) of each of this thread's rows.
   __device__ __forceinline__ void find_top(const Part& part, int i, Scores& scores, float (&top)[2]) const {
-    if (p.soft_cap > 0.0f) {
-      const float cap_factor = p.scale / p.soft_cap;
+    if (i < tiles.plain_begin || i >= tiles.plain_end) {
+      if (p.soft_cap > 0.0f) {
+        const float cap_factor = p.scale / p.soft_cap;
 #pragma unroll
-      for (float& x : scores) x = p.soft_cap * fast_tanh(x * cap_factor);
+        for (float& x : scores) x = p.soft_cap * fast_tanh(x * cap_factor);
+      }
+      mask(part.tile_token(i), scores);
     }
-    if (i < tiles.whole_begin || i >= tiles.whole_end) mask(part.tile_token(i), scores);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       top[h] = -kInfinity;

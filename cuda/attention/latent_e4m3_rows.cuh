@@ -131,12 +131,13 @@ struct QueryRows {
   }
 
   // In the epilogue the queries' memory holds the result rows of each group's columns, then for each row
-  // every warp's largest value and the RowEnd.
+  // every warp's largest value, the place and the RowEnd.
   static constexpr int kWarps = kGroups * kWarpGroup / kWarp;
   static constexpr unsigned kStageRowBytes = kGroupColumns * 2u;
   static constexpr unsigned kStageBytes = kRows * kStageRowBytes;
   static constexpr int kPairBlocks = kPairColumns / 16;
-  static_assert(kGroups * kStageBytes + kRows * (kWarps * sizeof(float) + sizeof(latent::RowEnd)) <=
+  static_assert(kGroups * kStageBytes +
+                    kRows * (kWarps * sizeof(float) + sizeof(std::byte*) + sizeof(latent::RowEnd)) <=
                 K::kQueryBytes);
   __device__ std::byte* stage() const {
     return s.queries + group() * kStageBytes;
@@ -144,8 +145,11 @@ struct QueryRows {
   __device__ float* row_most() const {
     return reinterpret_cast<float*>(s.queries + kGroups * kStageBytes);
   }
+  __device__ std::byte** row_places() const {
+    return reinterpret_cast<std::byte**>(row_most() + kWarps * kRows);
+  }
   __device__ latent::RowEnd* row_ends() const {
-    return reinterpret_cast<latent::RowEnd*>(row_most() + kWarps * kRows);
+    return reinterpret_cast<latent::RowEnd*>(row_places() + kRows);
   }
   /// Byte offset of 16-byte piece `piece` of row `r` in the stage; a warp's writes go to different banks.
   static __device__ unsigned staged(int r, int piece) {
@@ -211,7 +215,7 @@ struct QueryRows {
     group_sync(latent_e4m3::kAllConsumers, kConsumers);
     stage_rows(splits, sums);
     group_sync(kOneGroup + group(), kWarpGroup);
-    latent::write_rows<K::kBlocks, kRows>(p, part, row_ends(), [&](int r) {
+    latent::write_rows<K::kBlocks, kRows>(p, part, row_ends(), row_places(), [&](int r) {
       return *reinterpret_cast<const uint4*>(stage() + staged(r, lane()));
     });
   }

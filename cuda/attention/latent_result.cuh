@@ -64,18 +64,48 @@ __device__ __forceinline__ uint4* partial_piece(const SplitPartials& of, int i, 
                                   (of.place(i) * of.p.query_tile_rows + row) * kLatentColumns + column);
 }
 
+/// Address of row `row` of a query tile in out; writes its lse.
+__device__ __forceinline__ std::byte* begin_row(const AttentionParams& p, const QueryTile& query_tile,
+                                                int row, const RowEnd& end, const TargetPlace& place) {
+  const std::int64_t token = query_tile.token(p, row) - p.first_out_token;
+  const std::int64_t head = query_tile.query_head(p, 0, row);
+  store_lse(p, place, token, head, end.factor == 0.0f ? -kInfinity : (end.max + log2f(end.sum)) * kLn2);
+  const std::int64_t at =
+      place.slot * p.out_slot_stride + token * p.out_token_stride + head * p.out_head_stride;
+  return static_cast<std::byte*>(p.out) + at * 2;
+}
+
+/// Writes this lane's kPieceColumns columns, from `column` on, of a row of out that consists of lines with
+/// `count`, or is not aligned by 16 bytes.
+__device__ __forceinline__ void write_pieces(const AttentionParams& p, std::byte* row, int column,
+                                             uint4 piece, std::uint32_t count) {
+  auto* const to = reinterpret_cast<std::uint16_t*>(row);
+  if (p.sends_lines) {
+    store_line(to + 2 * column, piece.x, piece.y, count);
+    store_line(to + 2 * (column + kLaneColumns), piece.z, piece.w, count);
+    return;
+  }
+  const unsigned words[] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+  for (int k = 0; k < kPieceColumns; ++k)
+    to[column + k] = static_cast<std::uint16_t>(words[k / 2] >> k % 2 * 16);
+}
+
 /// Writes up to kRows rows of a part; each consumer group writes its own columns, a warp one row at a time.
-/// staged(r) returns this lane's kPieceColumns columns of row `r`; `ends` are in shared memory. The block
-/// that has the query tile's first KV tile also records the tile for the combine's launch.
+/// staged(r) returns this lane's kPieceColumns columns of row `r`; `ends` are in shared memory, as is room
+/// for the addresses of rows. The block that has the query tile's first KV tile also records the tile for the
+/// combine's launch.
 template <int kBlocks, int kRows, class Staged>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const Part& part, const RowEnd* ends,
-                                           const Staged& staged) {
+                                           std::byte** places, const Staged& staged) {
   constexpr int kWarpsOfGroup = kWarpGroup / kWarp;
+  constexpr int kPieceBytes = sizeof(uint4);
   const int group = static_cast<int>(threadIdx.x) / kWarpGroup;
   const int warp = static_cast<int>(threadIdx.x) % kWarpGroup / kWarp;
   const int column = group * kGroupColumns + static_cast<int>(threadIdx.x) % kWarp * kPieceColumns;
   const int first_row = block_of_item<kBlocks>() * kGroupRows;
   const int rows = uniform(::min(kRows, part.span.query_tile.num_rows - first_row));
+  const int thread = static_cast<int>(threadIdx.x);
   if (is_split(part)) {
     const SplitPartials partials{p, part.splits};
     const int split = scheduled_block<kBlocks>() - part.splits.first_block;
@@ -85,23 +115,27 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Part&
       __stcg(to, staged(r));
       to += kWarpsOfGroup * kLatentColumns / kPieceColumns;
     }
-    const int r = static_cast<int>(threadIdx.x);
-    if (r < rows) {
-      const RowEnd end = ends[r];
-      __stcg(partials.max(split, first_row + r), end.max);
-      __stcg(partials.sum(split, first_row + r), end.sum);
+    if (thread < rows) {
+      const RowEnd end = ends[thread];
+      __stcg(partials.max(split, first_row + thread), end.max);
+      __stcg(partials.sum(split, first_row + thread), end.sum);
     }
   } else {
-    const TargetPlace place = read_target_place(p);  // no shared memory is left for target_place()
+    const TargetPlace target = read_target_place(p);  // no shared memory is left for target_place()
+    if (thread < rows)
+      places[thread] = begin_row(p, part.span.query_tile, first_row + thread, ends[thread], target);
+    group_sync(kAllConsumers, kConsumers);
+    if (!p.sends_lines && p.out_alignment == kPieceBytes) {
+#pragma unroll 2
+      for (int r = warp; r < rows; r += kWarpsOfGroup)
+        *reinterpret_cast<uint4*>(places[r] + column * 2) = staged(r);
+    } else {
 #pragma unroll 1
-    for (int r = warp; r < rows; r += kWarpsOfGroup) {
-      const RowEnd end = ends[r];
-      const uint4 piece = staged(r);
-      const RowWriter writer(p, part.span.query_tile, 0, first_row + r, end.max, end.sum, place);
-      writer.write_bits(column, uint2{piece.x, piece.y});
-      writer.write_bits(column + kLaneColumns, uint2{piece.z, piece.w});
+      for (int r = warp; r < rows; r += kWarpsOfGroup)
+        write_pieces(p, places[r], column, staged(r), target.count);
     }
   }
+  __syncwarp();  // without it the compiler synchronises the warps before each product of the loops
   if (part.is_first && block_of_item<kBlocks>() == 0 && threadIdx.x == 0)
     p.split_tiles[part.query_tile] = {part.span.query_tile, part.splits};
 }

@@ -21,12 +21,12 @@ struct Rows {
   float sum[2];  ///< Sum of the weights that this thread has seen.
 };
 
-/// The KV tiles of a part, and those that all rows of a warp see whole.
+/// The KV tiles of a part.
 struct TileRange {
   int count;
-  int clear_from;  ///< Tiles from this one on, and perhaps the first one, have tokens that no row sees.
-  int whole_begin;
-  int whole_end;
+  int clear_from;   ///< Tiles from this one on, and perhaps the first one, have tokens that no row sees.
+  int plain_begin;  ///< Plain tiles: all rows of the warp see them whole, and scores have no cap.
+  int plain_end;
 };
 
 /// The block's rows of one query tile. All consumer threads call its functions.
@@ -106,11 +106,11 @@ struct QueryRows {
     const int end = __reduce_min_sync(~0u, ::min(rows.high[0], rows.high[1])) - part.first_token;
     return {uniform(part.count), uniform((part.span.end_token - part.first_token) / kLatentTileTokens),
             uniform((::max(begin, 0) + kLatentTileTokens - 1) / kLatentTileTokens),
-            uniform(::max(end, 0) / kLatentTileTokens)};
+            uniform(p.soft_cap > 0.0f ? 0 : ::max(end, 0) / kLatentTileTokens)};
   }
 
   // In the epilogue the queries' memory holds the result rows of each group's columns, then for each row both
-  // groups' sums, their largest values, the max and the RowEnd.
+  // groups' sums, their largest values, the max, the RowEnd and the place in out.
   static constexpr unsigned kStageRowBytes = kGroupColumns * 2u;
   static constexpr unsigned kStageBytes = kGroupRows * kStageRowBytes;
   __device__ std::byte* stage() const {
@@ -127,6 +127,9 @@ struct QueryRows {
   }
   __device__ RowEnd* row_ends() const {
     return reinterpret_cast<RowEnd*>(row_max() + kGroupRows);
+  }
+  __device__ std::byte** row_places() const {
+    return reinterpret_cast<std::byte**>(row_ends() + kGroupRows);
   }
   /// Byte offset of 16-byte piece `piece` of row `r` in the stage; neighbouring rows lie in different banks.
   static __device__ unsigned staged(int r, int piece) {
@@ -181,7 +184,7 @@ struct QueryRows {
     group_sync(kAllConsumers, kConsumers);
     stage_rows(splits, sums);
     group_sync(kOneGroup + group(), kWarpGroup);
-    write_rows<kBlocks, kGroupRows>(p, part, row_ends(), [&](int r) {
+    write_rows<kBlocks, kGroupRows>(p, part, row_ends(), row_places(), [&](int r) {
       return *reinterpret_cast<const uint4*>(stage() + staged(r, lane()));
     });
   }

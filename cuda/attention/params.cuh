@@ -35,7 +35,7 @@ struct AttentionParams {
   float* lse = nullptr;
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
-  bool is_out_aligned = false;               ///< four columns of out can be stored at once
+  int out_alignment = 1;                     ///< Bytes, up to 16, by which rows of out are aligned.
   int first_out_token = 0;                   ///< Token of the step at row 0 of out and lse.
   StampArgs headers{};                       ///< Headers of the messages that out and lse lie in.
   const std::uint64_t* exchanges = nullptr;  ///< TargetSlot::exchanges.
