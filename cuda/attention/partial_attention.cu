@@ -112,9 +112,9 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   p.lse = target.lse.data();
   p.lse_token_stride = target.lse.stride(0);
   p.lse_head_stride = target.lse.stride(1);
-  p.out_alignment = static_cast<int>(common_alignment(
-      {address_of(target.out.data()), step_of<T>(target.out.stride(0)), step_of<T>(target.out.stride(1)),
-       static_cast<std::uintptr_t>(target.slot.bytes)}));
+  p.out_alignment = static_cast<int>(
+      common_alignment({address_of(target.out.data()), step_of<T>(target.out.stride(0)),
+                        step_of<T>(target.out.stride(1)), static_cast<std::uintptr_t>(target.slot.bytes)}));
   p.first_out_token = static_cast<int>(target.first_token);
   p.headers = target.headers;
   p.exchanges = target.slot.exchanges;
