@@ -118,7 +118,7 @@ __device__ __forceinline__ QueryTileSpan& Plan<K>::span(int u) {
 }
 
 /// Named barriers of the block. All but kAllConsumers exist once a group, at number + group.
-enum Barrier { kAllConsumers = 1, kOneGroup = 2, kWeights = 4 };
+enum Barrier { kAllConsumers = latent::kAllConsumers, kOneGroup = 2, kWeights = 4 };
 
 /// A KV tile's stage in the ring, and its phase.
 template <class K>

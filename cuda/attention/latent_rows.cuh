@@ -131,6 +131,9 @@ struct QueryRows {
   __device__ std::byte** row_places() const {
     return reinterpret_cast<std::byte**>(row_ends() + kGroupRows);
   }
+  static_assert(kGroups * kStageBytes +
+                    kGroupRows * (5 * sizeof(float) + sizeof(RowEnd) + sizeof(std::byte*)) <=
+                kTileBytes);
   /// Byte offset of 16-byte piece `piece` of row `r` in the stage; neighbouring rows lie in different banks.
   static __device__ unsigned staged(int r, int piece) {
     return static_cast<unsigned>(r) * kStageRowBytes + static_cast<unsigned>(piece ^ r % 8) * 16u;
