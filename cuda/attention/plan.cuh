@@ -37,6 +37,7 @@ struct AttentionLists {
   /// KV splits of one KV head before each query tile, if is_one_split_each.
   Count split_begin[kMaxQueryTiles + 1];
   bool is_one_split_each;  ///< Whether each work item is one KV split: of one query tile only.
+  int even_items;          ///< Otherwise: number of work items, of equal length.
 
   /// KV tiles of query tile `u` and one KV head in the list, with padding.
   __device__ int listed_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
@@ -183,7 +184,10 @@ __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
     plan.kv_tile_begin[kWarp] = total;
     plan.split_begin[kWarp] = static_cast<Count>(splits_before + splits);
   }
-  if (u == 0) plan.is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
+  if (u == 0) {
+    plan.is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
+    plan.even_items = even_work_items<Plan>(p, total * p.kv_heads);
+  }
 }
 
 /// Makes the plan of any launch; all threads of the block.

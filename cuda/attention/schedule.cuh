@@ -119,7 +119,7 @@ class Schedule {
  private:
   __device__ EvenPartition even_items() const {
     const int total = plan_.kv_tile_begin[p_.num_query_tiles] * p_.kv_heads;
-    return {total, even_work_items<Plan>(p_, total)};
+    return {total, plan_.even_items};
   }
   /// KV tiles of the list before a query tile and head. kv_tile_begin counts those of one head; all heads
   /// have equally many.

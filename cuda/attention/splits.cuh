@@ -81,6 +81,20 @@ __device__ inline int even_work_items(const AttentionParams& p, int kv_tiles) {
   return min(min(Plan::num_blocks(), kv_tiles), most);
 }
 
+/// Number of work items into which the list is cut where there are more query tiles than blocks. `longest` is
+/// the number of KV tiles of the longest query tile, `total` that of all of them for one KV head, with
+/// padding. If all are equally long and some blocks fewer leave all of them whole, these take less time than
+/// all blocks whose items begin and end within query tiles, unless they are later by two epilogues or more.
+template <class Plan>
+__device__ inline int whole_work_items(const AttentionParams& p, int longest, int total) {
+  const int even = even_work_items<Plan>(p, total * p.kv_heads);
+  const int tiles = p.num_query_tiles * p.kv_heads;
+  const int each = (tiles + Plan::num_blocks() - 1) / Plan::num_blocks();
+  const bool is_whole = longest * p.num_query_tiles == total && tiles % each == 0;
+  const int late = each * longest - total * p.kv_heads / Plan::num_blocks();
+  return is_whole && late < 2 * Plan::Limits::kPaddingTiles ? tiles / each : even;
+}
+
 /// KV splits of a query tile of one KV head, in proportion to its KV tiles: at least one, and over all query
 /// tiles no more than one each plus `spare`, which is below 1024. `total` is the number of KV tiles of all
 /// query tiles.
@@ -117,14 +131,18 @@ __device__ inline void assign_splits(const AttentionParams& p, Plan& plan) {
   const int spare = spare_blocks<Plan>(p);
   int longest = 0;
 #pragma unroll 1
-  for (int u = lane; u < p.num_query_tiles && spare >= 0; u += kWarp) {
-    const int splits = splits_for<typename Plan::Limits>(plan.listed_tiles(u), spare, total);
+  for (int u = lane; u < p.num_query_tiles; u += kWarp) {
+    const int splits = spare < 0 ? 1 : splits_for<typename Plan::Limits>(plan.listed_tiles(u), spare, total);
     plan.split_begin[u] = static_cast<Count>(splits);
     longest = max(longest, (plan.listed_tiles(u) + splits - 1) / splits);
   }
   longest = __reduce_max_sync(~0u, longest);
   const bool is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
-  if (lane == 0) plan.is_one_split_each = is_one_split_each;
+  if (lane == 0) {
+    plan.is_one_split_each = is_one_split_each;
+    plan.even_items =
+        spare < 0 ? whole_work_items<Plan>(p, longest, total) : even_work_items<Plan>(p, total * p.kv_heads);
+  }
   __syncwarp();
   if (is_one_split_each) exclusive_sum(plan.split_begin, p.num_query_tiles);
 }
