@@ -3,6 +3,7 @@
 // precision. q has 16 bits, and KV is of the same type, e4m3 or fp8_ds_mla. Covers rows of one and two
 // blocks, tiles and splits of any length, and pages of any size; everything that must not be read is
 // poisoned.
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -244,6 +245,28 @@ TEMPLATE_TEST_CASE("latents on a GPU: rows of fp8_ds_mla under any heads, edges,
       c.padding = {2};
       CAPTURE(heads, page);
       CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("latents on a GPU: equally long sequences, and outputs of any stride", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  auto operators = latent_attention_operators<TestType>();
+  operators.set_attention_blocks(12);  // 6 blocks, or 3 pairs
+  for (const DType kv_dtype : {kDTypeOf<TestType>, DType::fp8_e4m3}) {
+    for (const std::int64_t heads : {20, 128}) {
+      for (const std::int64_t sequences : {6, 7, 9, 12, 36}) {  // 7 do not go into whole query tiles each
+        for (const std::int64_t out_pad : {0, 4, 1}) {
+          AttentionCase c = latent_case<TestType>(heads);
+          c.kv_dtype = kv_dtype;
+          c.out_pad = out_pad;
+          c.sequences.assign(static_cast<std::size_t>(sequences), {sequences == 36 ? 40 : 300, 1});
+          CAPTURE(to_string(kv_dtype), heads, sequences, out_pad);
+          const AttentionWorld<TestType> world(c);
+          CHECK(world.check(operators) == "");
+          CHECK(world.run(operators) == world.run(operators));
+        }
+      }
     }
   }
 }
