@@ -39,7 +39,7 @@ struct RowWriter {
       : p(params), count(place.count) {
     const std::int64_t token = query_tile.token(p, row) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, row);
-    at = place.slot * p.out_slot_stride + token * p.out_token_stride + query_head * p.out_head_stride;
+    at = out_row(p, place, token, query_head);
     is_empty = !(max > -kInfinity) && sum == 0.0f;
     inverse = is_empty ? 0.0f : 1.0f / sum;
     if (threadIdx.x % kWarp == 0)

@@ -70,9 +70,7 @@ __device__ __forceinline__ std::byte* begin_row(const AttentionParams& p, const 
   const std::int64_t token = query_tile.token(p, row) - p.first_out_token;
   const std::int64_t head = query_tile.query_head(p, 0, row);
   store_lse(p, place, token, head, end.factor == 0.0f ? -kInfinity : (end.max + log2f(end.sum)) * kLn2);
-  const std::int64_t at =
-      place.slot * p.out_slot_stride + token * p.out_token_stride + head * p.out_head_stride;
-  return static_cast<std::byte*>(p.out) + at * 2;
+  return static_cast<std::byte*>(p.out) + out_row(p, place, token, head) * 2;
 }
 
 /// Writes this lane's kPieceColumns columns, from `column` on, of a row of out that consists of lines with
@@ -100,12 +98,12 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Part&
                                            std::byte** places, const Staged& staged) {
   constexpr int kWarpsOfGroup = kWarpGroup / kWarp;
   constexpr int kPieceBytes = sizeof(uint4);
-  const int group = static_cast<int>(threadIdx.x) / kWarpGroup;
-  const int warp = static_cast<int>(threadIdx.x) % kWarpGroup / kWarp;
-  const int column = group * kGroupColumns + static_cast<int>(threadIdx.x) % kWarp * kPieceColumns;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int group = thread / kWarpGroup;
+  const int warp = thread % kWarpGroup / kWarp;
+  const int column = group * kGroupColumns + thread % kWarp * kPieceColumns;
   const int first_row = block_of_item<kBlocks>() * kGroupRows;
   const int rows = uniform(::min(kRows, part.span.query_tile.num_rows - first_row));
-  const int thread = static_cast<int>(threadIdx.x);
   if (is_split(part)) {
     const SplitPartials partials{p, part.splits};
     const int split = scheduled_block<kBlocks>() - part.splits.first_block;

@@ -168,6 +168,12 @@ __device__ __forceinline__ void follow_previous(const AttentionParams& p) {
   find_target_place(p);
 }
 
+/// Where row (token, head) of out begins, in elements.
+__device__ __forceinline__ std::int64_t out_row(const AttentionParams& p, const TargetPlace& place,
+                                                std::int64_t token, std::int64_t head) {
+  return place.slot * p.out_slot_stride + token * p.out_token_stride + head * p.out_head_stride;
+}
+
 /// Stores the log-sum-exp of row (token, head).
 __device__ __forceinline__ void store_lse(const AttentionParams& p, const TargetPlace& place,
                                           std::int64_t token, std::int64_t head, float lse) {

@@ -77,8 +77,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
     const int r = ::min(row + 8 * h, query_tile.num_rows - 1);
     const std::int64_t token = query_tile.token(p, r) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, r);
-    to[h] = static_cast<T*>(p.out) + place.slot * p.out_slot_stride + token * p.out_token_stride +
-            query_head * p.out_head_stride;
+    to[h] = static_cast<T*>(p.out) + out_row(p, place, token, query_head);
     if (is_row[h] && quarter == 0) {
       store_lse(p, place, token, query_head,
                 is_empty[h] ? -kInfinity : (found.max[h] + __log2f(found.sum[h])) * kLn2);
