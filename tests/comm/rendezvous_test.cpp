@@ -264,16 +264,16 @@ TEST_CASE("silent strangers leave the ranks the open files that these need") {
       const FewOpenFiles few(64);
       Bootstrap bootstrap({.rank = 0, .size = 12, .port = port, .timeout = 20s});
       bootstrap.barrier();
-      ::_exit(0);
     } catch (const Error& error) {
       (void)!::write(STDERR_FILENO, error.what(), std::string_view(error.what()).size());
       ::_exit(1);
     }
+    ::_exit(0);  // after the farewell, which ranks that are still in the barrier look for
   }
   std::atomic<int> num_connected = 0;
   const auto come_silently = [&](std::vector<Stranger>& crowd) {
     for (int i = 0; i < 80; ++i) {
-      crowd.emplace_back(port, "", num_connected == 0 ? 10s : 0s);
+      crowd.emplace_back(port, "", i == 0 ? 10s : 0s);  // once somebody listens
       num_connected += crowd.back().is_connected();
     }
   };
