@@ -25,6 +25,13 @@ bool avoids_packing(const AttentionTask& task) {
   return has_tiles<HELIX_KV_TYPE>(rows) || is_direct(task, rows);
 }
 
+#if HWY_TARGETS & HWY_AVX2
+/// Whether a machine of this target also has AVX2.
+bool has_avx2() {
+  return HWY_TARGET <= HWY_AVX2;
+}
+#endif
+
 }  // namespace
 }  // namespace helix::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -34,11 +41,15 @@ namespace helix::cpu {
 
 HWY_EXPORT(attend_target);
 HWY_EXPORT(avoids_packing);
+#if HWY_TARGETS & HWY_AVX2
+HWY_EXPORT(has_avx2);
+#endif
 
 void HELIX_ATTEND(const AttentionTask* tasks, int num_tasks, float* scratch) {
 #if HWY_TARGETS & HWY_AVX2
-  // Head sizes such as 80 and 112 are whole pairs of vectors of 256 bits, but not of 512.
-  if ((hwy::SupportedTargets() & HWY_AVX2) != 0 && !HWY_DYNAMIC_DISPATCH(avoids_packing)(tasks[0]) &&
+  // Head sizes such as 80 and 112 are whole pairs of vectors of 256 bits, but not of 512. This does not ask
+  // hwy::SupportedTargets(), which executes CPUID: in a virtual machine that takes longer than a small task.
+  if (!HWY_DYNAMIC_DISPATCH(avoids_packing)(tasks[0]) && HWY_DYNAMIC_DISPATCH(has_avx2)() &&
       N_AVX2::avoids_packing(tasks[0])) {
     return N_AVX2::attend_target(tasks, num_tasks, scratch);
   }
