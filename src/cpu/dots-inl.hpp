@@ -79,6 +79,18 @@ HWY_INLINE void store_sums(Vec x0, Vec x1, Vec x2, Vec x3, float* to) {
   }
 }
 
+/// Stores the sums of N vectors.
+template <int N>
+HWY_INLINE void store_sums(const Vec (&acc)[N], float* to) {
+  if constexpr (N == kLanes) {
+    hn::StoreU(sum_each(acc), kF32, to);
+  } else {
+    HELIX_UNROLL for (int i = 0; i < N; i += 4) {
+      store_sums(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], to + i);
+    }
+  }
+}
+
 /// acc += a * b in acc's register. With 16 registers, g++ otherwise uses other forms of the instruction in
 /// places, copies what they overwrite, and spills.
 HWY_INLINE void add_product(Vec& acc, Vec a, Vec b) {
@@ -129,21 +141,20 @@ HWY_INLINE void add_products(const T* const (&rows)[K], std::int64_t d, const fl
   }
 }
 
-/// Adds kLanes dot products of kLanes stored rows with one vector to acc. Reads kRun pairs of a row before
-/// the next row, which keeps streams sequential: alternating between 16 rows per cache line halved the
-/// bandwidth.
-template <int kRun, class Rows>
-HWY_INLINE void dot_runs(Rows& rows, std::int64_t row, const float* x, std::int64_t d, Vec (&acc)[kLanes]) {
+/// Adds K dot products of K stored rows with one vector to acc. Reads kRun pairs of a row before the next
+/// row, which keeps streams sequential: alternating between 16 rows per cache line halved the bandwidth.
+template <int kRun, int K, class Rows>
+HWY_INLINE void dot_runs(Rows& rows, std::int64_t row, const float* x, std::int64_t d, Vec (&acc)[K]) {
   using T = std::remove_cvref_t<decltype(*rows[row])>;
   Pair q[kRun];
   HELIX_UNROLL for (int i = 0; i < kRun; ++i) q[i] = load_pair(x + d + i * kPair);
-  HELIX_UNROLL for (int k = 0; k < kLanes; ++k) {
+  HELIX_UNROLL for (int k = 0; k < K; ++k) {
     const auto* from = rows[row + k] + d;
     HELIX_UNROLL for (int i = 0; i < kRun; ++i) {
       const Pair w = load_pair(from + i * kPair);
       // Where runs are whole lines, only i decides.
       const std::int64_t at = kRun * kPair % kAsked<T> == 0 ? i * kPair : d + i * kPair;
-      if (at % kAsked<T> == 0) rows.prefetch(row + k, kLanes, d + i * kPair);
+      if (at % kAsked<T> == 0) rows.prefetch(row + k, K, d + i * kPair);
       acc[k] = hn::MulAdd(w.b, q[i].b, hn::MulAdd(w.a, q[i].a, acc[k]));
     }
   }
@@ -179,33 +190,27 @@ HWY_INLINE void dot_group(Rows& rows, std::int64_t row, const float* x, std::int
       add_products<R, K>(w, x, acc);
     }
   }
-  if constexpr (K * R == kLanes) {
-    hn::StoreU(sum_each(acc), kF32, dots);
-  } else {
-    HELIX_UNROLL for (int i = 0; i < K * R; i += 4) {
-      store_sums(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], dots + i);
-    }
-  }
+  store_sums(acc, dots);
 }
 
 /// Dot products of `count` stored rows of `length` elements with R vectors: dots[row][R]. `x` holds the
 /// vectors in the order of load_pair, [pair][R][kPair], so that one pointer serves them all. `count` is in
-/// effect rounded up to a multiple of kLanes / R; the caller makes the extra rows readable and their dots
-/// writable. kHasTail: length is not a multiple of kPair. The order of additions is the same for every R.
-template <int R, bool kHasTail, class Rows>
+/// effect rounded up to a multiple of K, the rows at a time; the caller makes the extra rows readable and
+/// their dots writable. kHasTail: length is not a multiple of kPair. The order of additions is the same for
+/// every R and K.
+template <int R, bool kHasTail, int K = kLanes / R, class Rows>
 HWY_INLINE void dot_block(Rows& shared_rows, std::int64_t count, const float* x, std::int64_t length,
                           float* dots) {
   Rows rows = shared_rows;  // in registers
   using T = std::remove_cvref_t<decltype(*rows[0])>;
-  constexpr int K = kLanes / R;
   std::int64_t row = 0;
   if constexpr (R == 1) {
     // Pairs of `x` that fit in registers beside the sums.
     constexpr int kRun = kLanes == 16 ? 4 : std::min(2, kAsked<T> / kPair);
     const std::int64_t whole = kHasTail ? length / kPair * kPair : length;
     for (; row < count; row += K) {
-      Vec acc[kLanes];
-      HELIX_UNROLL for (int i = 0; i < kLanes; ++i) acc[i] = hn::Zero(kF32);
+      Vec acc[K];
+      HELIX_UNROLL for (int i = 0; i < K; ++i) acc[i] = hn::Zero(kF32);
       std::int64_t d = 0;
       for (; d + kRun * kPair <= whole; d += kRun * kPair) dot_runs<kRun>(rows, row, x, d, acc);
       for (; d < whole; d += kPair) dot_runs<1>(rows, row, x, d, acc);
@@ -218,7 +223,7 @@ HWY_INLINE void dot_block(Rows& shared_rows, std::int64_t count, const float* x,
           }
         }
       }
-      hn::StoreU(sum_each(acc), kF32, dots + row);
+      store_sums(acc, dots + row);
     }
   } else {
     if constexpr (R == 4 && kHasWideGroups<T>) {

@@ -49,7 +49,7 @@ constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // keys and values;
 /// once. Zen 4 reads 11 GB/s from pages of 16 KB in random order, 20 if the heads of a page are read one
 /// after another, and 22 to 24 if they are also prefetched in that order; it takes half of a 512-bit vector
 /// per cycle. Zen 5 reads fastest what is prefetched into L1 in the order in which it lies.
-constexpr std::array<Variant<AttentionVariant>, 20> kVariants = {{
+constexpr std::array<Variant<AttentionVariant>, 21> kVariants = {{
     {"heads1", {.heads = 1}},
     {"plain", {.heads = 1, .follows_sums = false, .prefetch = Prefetch::none}},
     {"heads2", {.heads = 2}},
@@ -65,6 +65,8 @@ constexpr std::array<Variant<AttentionVariant>, 20> kVariants = {{
     {"heads4.short", {.heads = 4, .has_short_passes = true}},
     {"heads8.as_stored.straight_l1", {.heads = 8, .follows_sums = false, .prefetch = Prefetch::straight_l1}},
     {"heads8.straight.short", {.heads = 8, .prefetch = Prefetch::straight, .has_short_passes = true}},
+    {"heads8.as_stored.linear",
+     {.heads = 8, .follows_sums = false, .has_stored_values = true, .prefetch = Prefetch::linear}},
     {"heads1.narrow", {.heads = 1, .is_narrow = true}},
     {"heads4.narrow", {.heads = 4, .is_narrow = true}},
     {"heads8.narrow", {.heads = 8, .is_narrow = true}},
@@ -72,7 +74,7 @@ constexpr std::array<Variant<AttentionVariant>, 20> kVariants = {{
     {"heads8.straight.narrow", {.heads = 8, .prefetch = Prefetch::straight, .is_narrow = true}},
 }};
 constexpr std::span<const Variant<AttentionVariant>> kAll = kVariants;
-constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(15);
+constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(16);
 
 Tuner f32_tuner("attention.f32", names_of(kWide), kTunedBytes);
 Tuner f16_tuner("attention.f16", names_of(kWide), kTunedBytes);

@@ -37,7 +37,7 @@ std::vector<const char*> names_of(std::span<const Variant<Value>> variants) {
 /// it.
 class Tuner {
  public:
-  static constexpr int kMaxVariants = 20;
+  static constexpr int kMaxVariants = 21;
 
   /// `variants`: the names, default first. They must outlive the process.
   Tuner(std::string kernel, const std::vector<const char*>& variants, std::int64_t least_bytes);

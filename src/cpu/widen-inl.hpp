@@ -64,6 +64,12 @@ HWY_INLINE void pin([[maybe_unused]] Vec& v) {
 #endif
 }
 
+/// Keeps the instructions before it before those after it. Otherwise compilers gather loads and prefetches of
+/// many lines, which a core then waits for together.
+HWY_INLINE void keep_order() {
+  __asm__ volatile("");
+}
+
 /// Two vectors of kPair elements. For bf16 `a` holds the even and `b` the odd elements, because a shift and a
 /// mask cost one operation per vector and an in-order conversion two. For other types `a` is the first half.
 /// load_pair_order() brings the other operand into this order once, and store_pair_order() restores the order
@@ -138,7 +144,7 @@ HWY_INLINE Vec load_second(const T* from, [[maybe_unused]] Vec a) {
 template <class T>
 inline constexpr int kAsked = std::max(kPair, 64 / static_cast<int>(sizeof(T)));
 
-/// Prefetches kAsked elements. kLevel as in __builtin_prefetch: 3 is L1, 2 is L2.
+/// Prefetches kAsked elements. kLevel as in __builtin_prefetch: 3 is L1, 2 is L2, 0 is L1 for one read.
 template <int kLevel, class T>
 HWY_INLINE void ask(const T* from) {
   const char* line = reinterpret_cast<const char*>(from);

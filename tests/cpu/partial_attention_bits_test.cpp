@@ -58,7 +58,8 @@ TEST_CASE("partial attention gives the same bits in every variant") {
                                              "heads1.short",
                                              "heads4.short",
                                              "heads8.straight.short",
-                                             "heads8.as_stored.straight_l1"};
+                                             "heads8.as_stored.straight_l1",
+                                             "heads8.as_stored.linear"};
   const std::vector<const char*> narrow = {"heads1.narrow", "heads4.narrow", "heads8.narrow",
                                            "heads4.straight.narrow", "heads8.straight.narrow"};
   // Four work units of one split each, so that each thread has enough tasks for heads to share them.

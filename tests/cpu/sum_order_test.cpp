@@ -61,8 +61,9 @@ TEST_CASE("either order of attention's sums is exact and has the same bits in ev
         REQUIRE(helix::test::have_equal_bits(first.out, result.out));
         REQUIRE(helix::test::have_equal_bits(first.lse, result.lse));
       };
-      for (const char* variant : {"plain", "heads8", "heads8.as_stored", "heads8.straight", "heads8.along",
-                                  "heads4.short", "heads8.straight.short", "heads8.as_stored.straight_l1"}) {
+      for (const char* variant :
+           {"plain", "heads8", "heads8.as_stored", "heads8.straight", "heads8.along", "heads4.short",
+            "heads8.straight.short", "heads8.as_stored.straight_l1", "heads8.as_stored.linear"}) {
         check("attention.*", variant);
       }
       if (dtype == DType::bf16 && group == 8) {

@@ -262,6 +262,36 @@ class Along : public NoPrefetch<T> {
   }
 };
 
+/// Prefetch::linear: what lies kLinearBytes further on in memory, for which no row is looked up. On Zen 5 4
+/// KiB drew 4 % less, 16 KiB 7 %.
+template <class T>
+class Linear : public NoPrefetch<T> {
+ public:
+  struct Rows {
+    const T* const* rows;  ///< key rows of the task's first head
+    std::int64_t to_rows;  ///< elements from those to this head's
+    HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
+    HWY_INLINE void advance(std::int64_t n) { rows += n; }
+    HWY_INLINE bool asks_here(std::int64_t, std::int64_t d) const { return d % kAsked<T> == 0; }
+    HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
+      ask<0>(rows[i] + to_rows + d + kLinearBytes / static_cast<std::int64_t>(sizeof(T)));
+      keep_order();  // mha on Zen 5: 32 GB/s instead of 30
+    }
+  };
+
+  template <int R>
+  HWY_INLINE Rows keys(const DirectTile<T>& tile, const HeadRun& run) {
+    return {tile.read + run.begin, tile.to_keys(run.head)};
+  }
+  template <int R>
+  HWY_INLINE Rows values(const DirectTile<T>& tile, const HeadRun& run) {
+    return {tile.place + run.begin, tile.to_values(run.head)};
+  }
+
+ private:
+  static constexpr std::int64_t kLinearBytes = 8 << 10;
+};
+
 /// Prefetch::straight and straight_l1: one head's tile ahead of the reads, through a tile's keys of all
 /// heads, their values, and those of the next tile, into L2 or L1. Where keys are read as they lie, values
 /// are prefetched as they lie too, whatever the order of their sums.

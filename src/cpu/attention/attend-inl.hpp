@@ -67,6 +67,8 @@ HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, st
         return direct<T, Straight<T, 3>>(heads, first_row, num_rows, range);
       case Prefetch::along:
         return direct<T, Along<T>>(heads, first_row, num_rows, range);
+      case Prefetch::linear:
+        return direct<T, Linear<T>>(heads, first_row, num_rows, range);
     }
   }
   direct<T, NoPrefetch<T>>(heads, first_row, num_rows, range);

@@ -56,7 +56,22 @@ HWY_NOINLINE void direct_scores(Rows& keys, std::int64_t count, const State& s, 
     return dot_key_pairs(keys, count, q, s.d, scores);
   }
 #endif
-  dot_block<R, false>(keys, count, q, s.d, scores);
+  // Sums of 16 keys and a row of queries are more than registers hold: g++ spilled the keys (Zen 5: 10 %).
+  constexpr int kKeys = R == 1 && kLanes == 16 ? 4 : kLanes / R;
+  dot_block<R, false, kKeys>(keys, count, q, s.d, scores);
+}
+
+/// Adds a tile's sums of a block of R rows to those of the tiles before.
+template <int R>
+HWY_INLINE void add_sums(const State& s, const Block& block, const float* sums) {
+  for (int r = 0; r < block.valid; ++r) {
+    float* const acc = s.acc + (block.row + r) * s.dv;
+    const Vec correction = hn::Set(kF32, s.correction[block.row + r]);
+    for (std::int64_t i = 0; i < s.dv; i += kLanes) {
+      const Vec sum = hn::LoadU(kF32, sums + r * s.dv + i);
+      hn::StoreU(hn::MulAdd(hn::LoadU(kF32, acc + i), correction, sum), kF32, acc + i);
+    }
+  }
 }
 
 /// direct_values() of a whole tile that takes a few value rows at a time through all groups of columns, so
@@ -70,14 +85,7 @@ HWY_NOINLINE void short_passes(const State& s, const Block& block, Rows& values,
                                                 block.scores + begin * R, R, nullptr, sums, s.dv, 0);
     values.advance(kShortPass);
   }
-  for (int r = 0; r < block.valid; ++r) {
-    float* const acc = s.acc + (block.row + r) * s.dv;
-    const Vec correction = hn::Set(kF32, s.correction[block.row + r]);
-    for (std::int64_t i = 0; i < s.dv; i += kLanes) {
-      const Vec sum = hn::LoadU(kF32, sums + r * s.dv + i);
-      hn::StoreU(hn::MulAdd(hn::LoadU(kF32, acc + i), correction, sum), kF32, acc + i);
-    }
-  }
+  add_sums<R>(s, block, sums);
 }
 
 template <int R, class Rows>
@@ -186,10 +194,9 @@ HWY_NOINLINE void score_tile(const DirectTile<T>& tile, Prefetcher& prefetcher) 
   }
 }
 
-/// Turns the scores of one head into weights, and adds its weighted values.
-template <class T, class Prefetcher>
-HWY_NOINLINE void add_tile(const DirectTile<T>& tile, int head, Prefetcher& prefetcher) {
-  const State s = tile.heads[head];
+/// Turns the scores of one head into weights. Returns them.
+template <class T>
+HWY_NOINLINE float* weigh_tile(const DirectTile<T>& tile, const State& s) {
   float* scores = tile.is_permuted ? s.scores : s.read_scores;
   int rows = 0;
   for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
@@ -201,12 +208,51 @@ HWY_NOINLINE void add_tile(const DirectTile<T>& tile, int head, Prefetcher& pref
     }
     HELIX_WITH_ROWS(rows, (softmax_block<R>(s, block, tile.count)))
   }
+  return scores;
+}
+
+/// Turns the scores of one head into weights, and adds its weighted values.
+template <class T, class Prefetcher>
+HWY_NOINLINE void add_tile(const DirectTile<T>& tile, int head, Prefetcher& prefetcher) {
+  const State s = tile.heads[head];
+  float* const scores = weigh_tile(tile, s);
+  int rows = 0;
   for (std::int64_t begin = 0; begin < tile.count; begin += tile.value_tile) {
     const HeadRun run{head, begin, std::min(tile.value_tile, tile.count - begin)};
     for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
       rows = block_rows(tile.num_rows - row);
       const Block block = block_at(s, tile.first_row, tile.num_rows, row, rows, scores);
       HELIX_WITH_ROWS(rows, (add_block<T, R>(s, tile, prefetcher, run, block)))
+    }
+  }
+}
+
+/// Adds a run of a head's values, weighted, to the tile's sums of one block. The last run adds these to the
+/// sums of the tiles before.
+template <class T, int R, class Prefetcher>
+HWY_INLINE void add_stored_block(const State& s, const DirectTile<T>& tile, Prefetcher& prefetcher,
+                                 const HeadRun& run, const Block& block, float* sums) {
+  if (run.begin == 0) std::fill_n(sums, R * s.dv, 0.0f);
+  auto values = prefetcher.template values<R>(tile, run);
+  value_columns<R, kMaxRows / R, Sums::go_on>(values, run.count, block.scores + run.begin * R, R, nullptr,
+                                              sums, s.dv, 0);
+  prefetcher.end(values);
+  if (run.begin + run.count == tile.count) add_sums<R>(s, block, sums);
+}
+
+/// add_tile() of all heads, one block of rows each, that reads values as they lie: a page of one head and
+/// then that page of the next. Gives the same bits.
+template <class T, class Prefetcher>
+HWY_NOINLINE void add_stored_tile(const DirectTile<T>& tile, Prefetcher& prefetcher) {
+  for (int head = 0; head < tile.heads.count; ++head) weigh_tile(tile, tile.heads[head]);
+  for (std::int64_t begin = 0; begin < tile.count; begin += kReadRun) {
+    for (int head = 0; head < tile.heads.count; ++head) {
+      const State s = tile.heads[head];
+      const HeadRun run{head, begin, std::min(kReadRun, tile.count - begin)};
+      const int rows = block_rows(tile.num_rows);
+      const Block block = block_at(s, tile.first_row, tile.num_rows, 0, rows, s.read_scores);
+      float* sums = s.keys + head * rows * s.dv;  // direct() has no other use for them
+      HELIX_WITH_ROWS(rows, (add_stored_block<T, R>(s, tile, prefetcher, run, block, sums)))
     }
   }
 }
@@ -234,6 +280,8 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
                      // registers once a tile.
                      .value_tile = num_rows <= kMaxRows ? kDirectTile : kValueTile};
   Prefetcher prefetcher;
+  const bool keeps_sums =
+      num_rows <= kMaxRows && heads.count * block_rows(num_rows) * heads.first.dv <= kSumFloats;
   const std::int64_t read_streams = variant.follows_sums ? tile.streams : 1;
   const void** read = heads.first.key_rows;
   const void** next_read = heads.first.next_key_rows;
@@ -257,7 +305,11 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
     tile.next_count = std::max<std::int64_t>(next_count, 1);
     prefetcher.begin_tile(tile);
     score_tile(tile, prefetcher);
-    for (int head = 0; head < heads.count; ++head) add_tile(tile, head, prefetcher);
+    if (variant.has_stored_values && keeps_sums && !tile.is_permuted) {
+      add_stored_tile(tile, prefetcher);
+    } else {
+      for (int head = 0; head < heads.count; ++head) add_tile(tile, head, prefetcher);
+    }
     std::swap(read, next_read);
     tile.count = next_count;
   }

@@ -30,7 +30,7 @@ static_assert(kJoinedRows >= kPackedTile &&
               "a tile of a split latent must fit");
 /// elements of the widest pair; rows are padded to a multiple
 inline constexpr std::int64_t kPairSlack = 32;
-/// floats of `keys` that hold the sums of short passes
+/// floats of `keys` that hold the sums of a tile in direct()
 inline constexpr std::int64_t kSumFloats = kDepth * kPairSlack;
 
 /// Where each array of the AMX path lies in its scratch, in bytes.

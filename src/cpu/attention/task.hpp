@@ -31,7 +31,8 @@ enum class Prefetch {
   across,       ///< Values while keys are multiplied, the next tile's keys while values are.
   straight,     ///< Rows in the order in which they are read, one head's tile ahead, into L2.
   straight_l1,  ///< The same into L1.
-  along         ///< Rows in the order in which they are read, some KiB ahead.
+  along,        ///< Rows in the order in which they are read, some KiB ahead.
+  linear        ///< What lies some KiB further on in memory, whatever is read next.
 };
 
 /// The order in which the kernel for few rows reads memory, and how far ahead. No bit of a result depends on
@@ -42,6 +43,10 @@ struct AttentionVariant {
   /// Whether a tile's keys are read head by head, in the order in which its values are summed (SumOrder).
   /// Otherwise they are read as they lie: a page of one head and then that page of the next.
   bool follows_sums = true;
+  /// Whether a tile's values are read as they lie too, where tokens are summed in order (SumOrder), each head
+  /// has one block of rows, and the sums of all heads fit in the scratch. Otherwise they are read head by
+  /// head.
+  bool has_stored_values = false;
   Prefetch prefetch = Prefetch::across;
   /// Whether a block whose sums do not fit in registers reads a few of a tile's values at a time through all
   /// groups of columns, so that later groups find them in L1. Otherwise each group reads the whole tile's
