@@ -19,16 +19,16 @@ void attend_target(const AttentionTask* tasks, int num_tasks, float* scratch) {
   attend_as<HELIX_KV_TYPE>(tasks, num_tasks, scratch);
 }
 
+#if HWY_TARGETS & HWY_AVX2
 /// Whether the rows of a task are read where they lie, or multiplied by tiles, rather than packed.
 bool avoids_packing(const AttentionTask& task) {
   const std::int64_t rows = task.num_tokens * task.group;
   return has_tiles<HELIX_KV_TYPE>(rows) || is_direct(task, rows);
 }
 
-#if HWY_TARGETS & HWY_AVX2
-/// Whether a machine of this target also has AVX2.
-bool has_avx2() {
-  return HWY_TARGET <= HWY_AVX2;
+/// Whether this target, of a machine that has AVX2 too, would pack the rows of a task.
+bool may_leave_to_avx2(const AttentionTask& task) {
+  return HWY_TARGET < HWY_AVX2 && !avoids_packing(task);
 }
 #endif
 
@@ -40,17 +40,15 @@ HWY_AFTER_NAMESPACE();
 namespace helix::cpu {
 
 HWY_EXPORT(attend_target);
-HWY_EXPORT(avoids_packing);
 #if HWY_TARGETS & HWY_AVX2
-HWY_EXPORT(has_avx2);
+HWY_EXPORT(may_leave_to_avx2);
 #endif
 
 void HELIX_ATTEND(const AttentionTask* tasks, int num_tasks, float* scratch) {
 #if HWY_TARGETS & HWY_AVX2
   // Head sizes such as 80 and 112 are whole pairs of vectors of 256 bits, but not of 512. This does not ask
   // hwy::SupportedTargets(), which executes CPUID: in a virtual machine that takes longer than a small task.
-  if (!HWY_DYNAMIC_DISPATCH(avoids_packing)(tasks[0]) && HWY_DYNAMIC_DISPATCH(has_avx2)() &&
-      N_AVX2::avoids_packing(tasks[0])) {
+  if (HWY_DYNAMIC_DISPATCH(may_leave_to_avx2)(tasks[0]) && N_AVX2::avoids_packing(tasks[0])) {
     return N_AVX2::attend_target(tasks, num_tasks, scratch);
   }
 #endif
