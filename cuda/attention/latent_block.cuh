@@ -51,6 +51,14 @@ struct Limits : ShortTileLimits {
   static constexpr int kSplitTiles = 2;
   // prologue and epilogue take 10 us, a KV tile 1.7 (two blocks, H100)
   static constexpr int kPaddingTiles = 6;
+  /// Most KV tiles by which a block may be late where whole query tiles are dealt out (dealing.cuh). The
+  /// other blocks leave it more of clock and memory: late by up to 24 and in equal shares 100 sequences of up
+  /// to 8192 tokens take 222 and 244 us, 256 of up to 16384 925 and 952 (128 heads, H200). By 36 it does not
+  /// pay: 120 and 107 us for 70 of 2048.
+  static constexpr int kLateTiles = 24;
+  /// Fewest rows of query tiles that are dealt out. Fewer are bound by memory, which late blocks leave to
+  /// few: 200 sequences of up to 8192 tokens with 16 heads 277 us, and 257 in equal shares.
+  static constexpr int kDealtRows = kGroupRows;
 };
 
 inline constexpr int kGroups = 2;  // consumer warp groups

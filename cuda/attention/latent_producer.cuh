@@ -47,8 +47,8 @@ __device__ __forceinline__ void produce_parts(const AttentionParams& p, BlockSha
   for (int done = 0; done < item.count; done += part.count) {
     part.count = min(item.count - done, at_tile.num_kv_tiles - at_tile.kv_tile);
     // After the first part, weights have overwritten the spans.
-    part.span = done == 0 ? s.plan.span(at_tile.query_tile) : span_of_tile(p, s.plan, at_tile.query_tile);
-    part.query_tile = at_tile.query_tile;
+    part.query_tile = s.plan.query_tile_of(p, at_tile.query_tile);
+    part.span = done == 0 ? s.plan.span(part.query_tile) : span_of_tile(p, s.plan, part.query_tile);
     part.first_token = (part.span.begin_token / kLatentTileTokens + at_tile.kv_tile) * kLatentTileTokens;
     part.is_first = at_tile.kv_tile == 0;
     const unsigned place = number % 2;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/attention/dealing.cuh"
 #include "cuda/attention/local_tokens.hpp"
 #include "cuda/attention/splits.cuh"
 #include "cuda/runtime/prefix_sums.cuh"
@@ -25,17 +26,22 @@ struct QueryTileSpan {
 /// The lists that every kernel's schedule is made of, in shared memory. KV tiles have kTokens tokens, and
 /// kBlocks blocks share a work item. `u` is a query tile of the launch; `Count` holds numbers of query tiles
 /// and of splits.
-template <int kTokens, class TheLimits, int kBlocks, class Count>
+template <int kTokens, class TheLimits, int kBlocks, class Count, bool kHasOneHead>
 struct AttentionLists {
   using Limits = TheLimits;
   static constexpr int kKvTileTokens = kTokens;
   static_assert(kTokens >= kMinKvTileTokens && Limits::kPaddingTiles <= kMaxPaddingTiles);
 
-  int kv_tile_begin[kMaxQueryTiles + 1];  ///< KV tiles of one KV head before each query tile, with padding.
+  /// KV tiles of one KV head before each query tile, with padding, in order of the list.
+  alignas(16) int kv_tile_begin[kMaxQueryTiles + 1];
   /// First query tile of each sequence, counted in the launch; unset if each is one query tile.
   Count query_tile_begin[kMaxLaunchSequences + 1];
-  /// KV splits of one KV head before each query tile, if is_one_split_each.
-  Count split_begin[kMaxQueryTiles + 1];
+  union {
+    /// KV splits of one KV head before each query tile, if is_one_split_each.
+    Count split_begin[kMaxQueryTiles + 1];
+    /// The query tile at each place in the list, if SmallAttentionPlan::may_deal().
+    Count query_tile_at[kMaxQueryTiles];
+  };
   bool is_one_split_each;  ///< Whether each work item is one KV split: of one query tile only.
   int even_items;          ///< Otherwise: number of work items, of equal length.
 
@@ -47,10 +53,22 @@ struct AttentionLists {
   __device__ int splits(int u) const { return split_begin[u + 1] - split_begin[u]; }
   /// Blocks of the grid, where blocks that share a work item count as one.
   static __device__ int num_blocks() { return static_cast<int>(gridDim.x) / kBlocks; }
+  /// KV heads of the launch.
+  static __device__ decltype(auto) kv_heads(const AttentionParams& p) {
+    if constexpr (kHasOneHead) {
+      return 1;
+    } else {
+      return (p.kv_heads);
+    }
+  }
+  /// Whether there are more query tiles than blocks.
+  static __device__ bool is_crowded(const AttentionParams& p) {
+    return num_blocks() < p.num_query_tiles * kv_heads(p);
+  }
   /// Empty KV tiles that follow those of each query tile in the list.
   static __device__ int padding_tiles(const AttentionParams& p) {
     if constexpr (Limits::kPaddingTiles == 0) return 0;
-    return num_blocks() < p.num_query_tiles * p.kv_heads ? Limits::kPaddingTiles : 0;
+    return is_crowded(p) ? Limits::kPaddingTiles : 0;
   }
 };
 
@@ -58,8 +76,9 @@ struct AttentionLists {
 /// are called, not inlined, so that the code of decode steps is contiguous and arrives from memory sooner.
 /// Not for kernels whose warps exchange registers (setmaxnreg), which calls prevent.
 template <int kTokens, class TheLimits = ShortTileLimits, bool kCallsFunctions = false, int kBlocks = 1>
-struct AttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, int> {
+struct AttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, int, false> {
   static constexpr bool kCalls = kCallsFunctions;
+  static constexpr bool kDeals = false;
   QueryTile query_tiles[kMaxQueryTiles];
   std::int64_t first_page[kMaxQueryTiles];  ///< This and the next two: the fields of QueryTileSpan.
   int begin_token[kMaxQueryTiles];
@@ -75,11 +94,22 @@ struct AttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, int> {
   __device__ int first_kv_tile_token(int u) const { return begin_token[u] / kTokens * kTokens; }
 };
 
-/// The lists alone, in 2 KiB, for kernels whose tiles fill the shared memory: span_of() computes the spans
-/// again.
+/// The lists alone, in 2 KiB, for kernels of one KV head whose tiles fill the shared memory: span_of()
+/// computes the spans again. Query tiles that are more than the blocks may be dealt out whole (dealing.cuh).
 template <int kTokens, class TheLimits, int kBlocks>
-struct SmallAttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, std::uint16_t> {
+struct SmallAttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, std::uint16_t, true> {
   static constexpr bool kCalls = false;
+  static constexpr bool kDeals = true;
+
+  bool is_dealt;  ///< Whether each work item is whole query tiles.
+
+  static __device__ bool may_deal(const AttentionParams& p) {
+    return SmallAttentionPlan::is_crowded(p) && p.query_tile_rows >= TheLimits::kDealtRows;
+  }
+  /// The query tile at a place in the list.
+  __device__ int query_tile_of(const AttentionParams& p, int place) const {
+    return may_deal(p) ? this->query_tile_at[place] : place;
+  }
   __device__ void keep(int, const QueryTileSpan&) {}
 };
 
@@ -185,8 +215,10 @@ __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
     plan.split_begin[kWarp] = static_cast<Count>(splits_before + splits);
   }
   if (u == 0) {
-    plan.is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
-    plan.even_items = even_work_items<Plan>(p, total * p.kv_heads);
+    const int all = total * Plan::kv_heads(p);
+    plan.even_items = even_work_items<Plan>(p, all);
+    plan.is_one_split_each = spare >= 0 && are_splits_short<Plan>(longest, plan.even_items, all);
+    if constexpr (Plan::kDeals) plan.is_dealt = false;
   }
 }
 
@@ -213,6 +245,10 @@ __device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
   for (int u = thread; u < p.num_query_tiles; u += threads)
     plan.kv_tile_begin[u] = plan_query_tile(p, plan, u, span_of_tile(p, plan, u));
   __syncthreads();
+  if constexpr (Plan::kDeals) {
+    if (thread == 0) plan.is_dealt = false;
+    if (Plan::may_deal(p)) deal_query_tiles(p, plan);
+  }
   if (thread < kWarp) {
     exclusive_sum(plan.kv_tile_begin, p.num_query_tiles);
     assign_splits(p, plan);
@@ -230,7 +266,9 @@ template <class Plan>
 __device__ inline void make_plan(const AttentionParams& p, Plan& plan) {
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
-  if (p.is_one_query_tile_each && p.num_query_tiles <= kWarp) {
+  bool is_small = p.is_one_query_tile_each && p.num_query_tiles <= kWarp;
+  if constexpr (Plan::kDeals) is_small = is_small && !Plan::may_deal(p);
+  if (is_small) {
     if (thread < kWarp) {
       make_small_plan(p, plan);
     } else {

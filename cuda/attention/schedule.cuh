@@ -11,7 +11,8 @@
 // Work items of equal length differ by at most one KV tile. But such an item may end one query tile and begin
 // another, and a query tile's epilogue takes as long as some KV tiles. If there are enough blocks for the
 // query tiles, each work item is therefore a single split, unless the longest split would exceed an equal
-// share by more than an epilogue.
+// share by more than an epilogue. If there are more query tiles than blocks, some kernels deal them out whole
+// (dealing.cuh), unless some block would then be late.
 //
 // In some kernels several blocks share a work item: "block" below then means all of them.
 #pragma once
@@ -23,24 +24,9 @@
 
 namespace helix::cuda {
 
-/// Divides the numbers 0 .. total - 1 into `parts` ranges, the first ones longer by one.
-struct EvenPartition {
-  int parts;
-  int length;
-  int longer;  ///< Number of ranges that are longer by one.
-
-  __device__ EvenPartition(int total, int the_parts)
-      : parts(the_parts), length(total / the_parts), longer(total - length * the_parts) {}
-  __device__ int begin(int part) const { return part * length + min(part, longer); }
-  __device__ int part_of(int i) const {
-    const int in_longer = longer * (length + 1);
-    return i < in_longer ? i / (length + 1) : longer + (i - in_longer) / length;
-  }
-};
-
 /// A place in the list of KV tiles.
 struct KvTileCursor {
-  int query_tile;
+  int query_tile;  ///< By its place in the list, where Plan::kDeals.
   int head;
   int kv_tile;       ///< KV tile, counted in the query tile and head.
   int num_kv_tiles;  ///< KV tiles that the query tile and head have.
@@ -51,7 +37,7 @@ struct KvTileCursor {
     kv_tile += count;
     while (kv_tile >= num_kv_tiles && query_tile < p.num_query_tiles) {
       kv_tile -= num_kv_tiles;
-      if (++head == p.kv_heads) {
+      if (++head == Plan::kv_heads(p)) {
         head = 0;
         ++query_tile;
         if (query_tile < p.num_query_tiles) num_kv_tiles = plan.kv_tiles(p, query_tile);
@@ -84,15 +70,24 @@ class Schedule {
 
   __device__ WorkItem work_item(int block) const {
     if (plan_.is_one_split_each) {
-      if (block >= plan_.split_begin[p_.num_query_tiles] * p_.kv_heads) return {};
-      const int u = find_last(plan_.split_begin, p_.num_query_tiles, block / p_.kv_heads);
+      if (block >= plan_.split_begin[p_.num_query_tiles] * Plan::kv_heads(p_)) return {};
+      const int u = find_last(plan_.split_begin, p_.num_query_tiles, block / Plan::kv_heads(p_));
       const int splits = plan_.splits(u);
-      const int rest = block - plan_.split_begin[u] * p_.kv_heads;
+      const int rest = block - plan_.split_begin[u] * Plan::kv_heads(p_);
       const int head = rest / splits;
       const EvenPartition ranges(plan_.listed_tiles(u), splits);
       const int split = rest - head * splits;
       const int first = ranges.begin(split);
       return {{u, head, first, plan_.listed_tiles(u)}, ranges.begin(split + 1) - first};
+    }
+    if constexpr (Plan::kDeals) {
+      if (plan_.is_dealt) {
+        const EvenPartition items(p_.num_query_tiles, Plan::num_blocks());
+        const int first = items.begin(block);
+        const int end = items.begin(block + 1);
+        const int listed = plan_.kv_tile_begin[end] - plan_.kv_tile_begin[first];
+        return {{first, 0, 0, plan_.kv_tiles(p_, first)}, listed - (end - first) * padding_};
+      }
     }
     const EvenPartition items = even_items();
     if (block >= items.parts) return {};
@@ -108,7 +103,10 @@ class Schedule {
   __device__ KvSplits splits_of(int u, int head) const {
     if (plan_.is_one_split_each) {
       const int splits = plan_.splits(u);
-      return {plan_.split_begin[u] * p_.kv_heads + head * splits, splits};
+      return {plan_.split_begin[u] * Plan::kv_heads(p_) + head * splits, splits};
+    }
+    if constexpr (Plan::kDeals) {
+      if (plan_.is_dealt) return {0, 1};
     }
     const EvenPartition items = even_items();
     const int begin = listed_before(u, head);
@@ -118,18 +116,18 @@ class Schedule {
 
  private:
   __device__ EvenPartition even_items() const {
-    const int total = plan_.kv_tile_begin[p_.num_query_tiles] * p_.kv_heads;
+    const int total = plan_.kv_tile_begin[p_.num_query_tiles] * Plan::kv_heads(p_);
     return {total, plan_.even_items};
   }
   /// KV tiles of the list before a query tile and head. kv_tile_begin counts those of one head; all heads
   /// have equally many.
   __device__ int listed_before(int u, int head) const {
-    return plan_.kv_tile_begin[u] * p_.kv_heads + head * plan_.listed_tiles(u);
+    return plan_.kv_tile_begin[u] * Plan::kv_heads(p_) + head * plan_.listed_tiles(u);
   }
   /// The cursor at place `listed` of the list. A place in padding means the end of the KV tiles before it;
   /// the end of the list means one head past the last one of the last query tile.
   __device__ KvTileCursor cursor_at(int listed) const {
-    const int u = find_last(plan_.kv_tile_begin, p_.num_query_tiles, listed / p_.kv_heads);
+    const int u = find_last(plan_.kv_tile_begin, p_.num_query_tiles, listed / Plan::kv_heads(p_));
     const int rest = listed - listed_before(u, 0);
     const int head = rest / plan_.listed_tiles(u);
     const int kv_tiles = plan_.kv_tiles(p_, u);
@@ -137,7 +135,7 @@ class Schedule {
   }
   /// KV tiles before `at`, without padding.
   __device__ int tiles_before(const KvTileCursor& at) const {
-    const int padded = at.query_tile * p_.kv_heads + at.head;
+    const int padded = at.query_tile * Plan::kv_heads(p_) + at.head;
     return listed_before(at.query_tile, at.head) - padded * padding_ + at.kv_tile;
   }
 

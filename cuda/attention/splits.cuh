@@ -11,6 +11,21 @@
 
 namespace helix::cuda {
 
+/// Divides the numbers 0 .. total - 1 into `parts` ranges, the first ones longer by one.
+struct EvenPartition {
+  int parts;
+  int length;
+  int longer;  ///< Number of ranges that are longer by one.
+
+  __device__ EvenPartition(int total, int the_parts)
+      : parts(the_parts), length(total / the_parts), longer(total - length * the_parts) {}
+  __device__ int begin(int part) const { return part * length + min(part, longer); }
+  __device__ int part_of(int i) const {
+    const int in_longer = longer * (length + 1);
+    return i < in_longer ? i / (length + 1) : longer + (i - in_longer) / length;
+  }
+};
+
 inline constexpr int kCombineBatch = 16;  ///< Split partials that are combined in one trip to memory.
 
 /// How finely KV is split, for KV tiles of 32 tokens and query tiles of up to 32 rows.
@@ -77,22 +92,8 @@ __device__ inline int max_splits(int kv_tiles) {
 /// tile would leave most blocks without any of 256 sequences of 64 tokens.
 template <class Plan>
 __device__ inline int even_work_items(const AttentionParams& p, int kv_tiles) {
-  const int most = max(max_splits<typename Plan::Limits>(kv_tiles), p.num_query_tiles * p.kv_heads);
+  const int most = max(max_splits<typename Plan::Limits>(kv_tiles), p.num_query_tiles * Plan::kv_heads(p));
   return min(min(Plan::num_blocks(), kv_tiles), most);
-}
-
-/// Number of work items into which the list is cut where there are more query tiles than blocks. `longest` is
-/// the number of KV tiles of the longest query tile, `total` that of all of them for one KV head, with
-/// padding. If all are equally long and some blocks fewer leave all of them whole, these take less time than
-/// all blocks whose items begin and end within query tiles, unless they are later by two epilogues or more.
-template <class Plan>
-__device__ inline int whole_work_items(const AttentionParams& p, int longest, int total) {
-  const int even = even_work_items<Plan>(p, total * p.kv_heads);
-  const int tiles = p.num_query_tiles * p.kv_heads;
-  const int each = (tiles + Plan::num_blocks() - 1) / Plan::num_blocks();
-  const bool is_whole = longest * p.num_query_tiles == total && tiles % each == 0;
-  const int late = each * longest - total * p.kv_heads / Plan::num_blocks();
-  return is_whole && late < 2 * Plan::Limits::kPaddingTiles ? tiles / each : even;
 }
 
 /// KV splits of a query tile of one KV head, in proportion to its KV tiles: at least one, and over all query
@@ -107,19 +108,18 @@ __device__ inline int splits_for(int kv_tiles, int spare, int total) {
   return splits < most ? min(splits, kv_tiles) : most;
 }
 
-/// Whether splits of up to `longest` KV tiles exceed work items of equal length by no more than
-/// kEpilogueTiles.
+/// Whether splits of up to `longest` KV tiles exceed `items` work items of equal length, `all` KV tiles in
+/// sum, by no more than kEpilogueTiles.
 template <class Plan>
-__device__ inline bool are_splits_short(const AttentionParams& p, int longest, int total) {
-  const int all = total * p.kv_heads;
-  return std::int64_t{longest - Plan::Limits::kEpilogueTiles - 1} * even_work_items<Plan>(p, all) <
+__device__ inline bool are_splits_short(int longest, int items, int all) {
+  return std::int64_t{longest - Plan::Limits::kEpilogueTiles - 1} * items <
          all;  // longest - kEpilogueTiles <= all / items, rounded up
 }
 
 /// Blocks for each KV head in excess of one a query tile; negative if there are too few.
 template <class Plan>
 __device__ inline int spare_blocks(const AttentionParams& p) {
-  return Plan::num_blocks() / p.kv_heads - p.num_query_tiles;
+  return Plan::num_blocks() / Plan::kv_heads(p) - p.num_query_tiles;
 }
 
 /// Cuts each query tile into KV splits of one block each, if that keeps them short; first warp.
@@ -128,20 +128,21 @@ __device__ inline void assign_splits(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.split_begin[0])>;
   const int lane = static_cast<int>(threadIdx.x);
   const int total = plan.kv_tile_begin[p.num_query_tiles];
+  const int even = even_work_items<Plan>(p, total * Plan::kv_heads(p));
   const int spare = spare_blocks<Plan>(p);
   int longest = 0;
 #pragma unroll 1
-  for (int u = lane; u < p.num_query_tiles; u += kWarp) {
-    const int splits = spare < 0 ? 1 : splits_for<typename Plan::Limits>(plan.listed_tiles(u), spare, total);
+  for (int u = lane; u < p.num_query_tiles && spare >= 0; u += kWarp) {
+    const int splits = splits_for<typename Plan::Limits>(plan.listed_tiles(u), spare, total);
     plan.split_begin[u] = static_cast<Count>(splits);
     longest = max(longest, (plan.listed_tiles(u) + splits - 1) / splits);
   }
   longest = __reduce_max_sync(~0u, longest);
-  const bool is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
+  const bool is_one_split_each =
+      spare >= 0 && are_splits_short<Plan>(longest, even, total * Plan::kv_heads(p));
   if (lane == 0) {
     plan.is_one_split_each = is_one_split_each;
-    plan.even_items =
-        spare < 0 ? whole_work_items<Plan>(p, longest, total) : even_work_items<Plan>(p, total * p.kv_heads);
+    plan.even_items = even;
   }
   __syncwarp();
   if (is_one_split_each) exclusive_sum(plan.split_begin, p.num_query_tiles);

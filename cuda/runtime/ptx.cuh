@@ -159,6 +159,18 @@ __device__ __forceinline__ bool barrier_test(unsigned barrier, unsigned parity) 
   return is_done != 0;
 }
 
+/// Stores a word in shared memory if `condition` holds, without a branch.
+__device__ __forceinline__ void store_shared_if(bool condition, unsigned to, int word) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %0, 0;\n"
+      "@p st.shared.b32 [%1], %2;\n"
+      "}\n" ::"r"(static_cast<int>(condition)),
+      "r"(to), "r"(word)
+      : "memory");
+}
+
 /// Arrives if `condition` holds, without a branch.
 __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
