@@ -26,6 +26,7 @@ struct AttentionCall {
   std::int64_t num_sequences = 0;
   std::int64_t most_rows = 0;   ///< Query rows of a KV head (query tokens * group) in the longest sequence.
   std::size_t q_alignment = 0;  ///< Bytes, a power of two up to 16, that divide the address of each row of q.
+  bool has_query_map = false;   ///< Whether a tensor map can step through the heads and tokens of q.
   /// Bytes, a power of two up to 16, that divide the address of each row of the cache.
   std::size_t kv_alignment = 0;
   bool has_tensor_maps = false;  ///< Whether tensor maps (TMA) can address all rows of the cache.
@@ -89,7 +90,8 @@ extern const AttentionKernel kTensorRowsE4m3;
 extern const AttentionKernel kNarrowLatent;
 /// wgmma of compute capability 9.0 over latents of 512 columns and 64 rope columns. q and out have one 16-bit
 /// type; KV has the same type, e4m3 or, with bf16 q, fp8_ds_mla. Rows of KV have any strides, in pages of a
-/// multiple of 8 tokens those that TMA takes; q and KV are aligned to 16 bytes.
+/// multiple of 8 tokens those that TMA takes; those of q too, if KV has its type. q and KV are aligned to 16
+/// bytes.
 extern const AttentionKernel kLatentKernel;
 /// mma.sync of compute capability 8.0, for all devices: q and out of f16 with KV of bf16.
 extern const AttentionKernel kMmaRest;

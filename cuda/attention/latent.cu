@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel over latents (MLA), host side: which calls it takes, and its launches of attention and combine.
 #include <cstdint>
+#include <numeric>
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/latent.cuh"
@@ -44,6 +45,20 @@ void launch_combine(const AttentionParams& p, int splits, const AttentionGrid& g
   splits <= 8 * latent::kTripSplits ? launch_combine<8>(p, grid) : launch_combine<16>(p, grid);
 }
 
+/// The boxes of q. If the rows of all tokens have one stride, they are one run, and a block's rows are a box.
+/// If not, the heads of a token are a run.
+latent::QueryBoxes query_boxes(const AttentionParams& p) {
+  const int group = p.group;
+  const std::int64_t tokens = std::int64_t{p.first_token} + p.num_tokens;
+  const std::int64_t row_stride = group > 1 ? p.q_head_stride : p.q_token_stride;
+  const bool is_one_run = tokens == 1 || p.q_token_stride == group * row_stride;
+  const int run_rows = is_one_run ? static_cast<int>(tokens * group) : group;
+  const int rows = is_one_run ? kGroupRows : std::gcd(std::gcd(group, int{p.query_tile_rows}), kGroupRows);
+  return {query_rows_map(p.q, p.dtype, {p.head_dim, run_rows, is_one_run ? 1 : tokens}, 2 * row_stride,
+                         2 * p.q_token_stride, rows, 1),
+          Divisor(run_rows), rows};
+}
+
 /// Launches attention. Returns the largest possible number of work items.
 template <class T, int kBlocks>
 int launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
@@ -52,7 +67,7 @@ int launch(const AttentionParams& p, const AttentionCall& call, const AttentionG
   const auto launch_kernel = [&](auto kernel, const auto&... maps) {
     HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
     launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
-                 maps...);
+                 query_boxes(p), maps...);
   };
   if (has_latent_boxes(call.kv.format)) {
     const int box = box_tokens_of(call.kv.format, kLatentTileTokens);
@@ -82,8 +97,10 @@ const AttentionKernel kLatentKernel{
     .fits =
         [](const AttentionCall& call) {
           const KvFormat& format = call.kv.format;
-          return fits_latents(call) && (call.dtype == format.dtype || format.dtype == DType::fp8_e4m3 ||
-                                        (format.is_mixed() && call.dtype == DType::bf16));
+          if (!fits_latents(call)) return false;
+          return call.dtype == format.dtype
+                     ? call.has_query_map
+                     : format.dtype == DType::fp8_e4m3 || (format.is_mixed() && call.dtype == DType::bf16);
         },
     .query_tile_rows =
         [](std::int64_t head_dim, std::int64_t value_dim) {

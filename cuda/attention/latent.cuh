@@ -16,8 +16,8 @@
 // before it can issue a third product of 256 columns: 474 us, against 453 with none first. Issuing them one
 // by one between the weights delays it too.
 //
-// TMA copies KV tiles as boxes. Boxes of fewer than 8 tokens would be so many that they bound the loop; then
-// the producer warps copy rows by cp.async (latent_row_copier.cuh).
+// TMA copies queries and KV tiles as boxes. Boxes of KV of fewer than 8 tokens would be so many that they
+// bound the loop; then the producer warps copy rows by cp.async (latent_row_copier.cuh).
 //
 // With more than 64 query rows two blocks read the same KV tiles at about the same time, and the second finds
 // them in the L2 cache. If each block reads one half of a tile for both, they wait for each other: 460 us
@@ -135,7 +135,8 @@ __device__ __forceinline__ void follow(Consumer<T, kBlocks, 1> self, const Part&
 /// Runs both consumer warp groups: takes each part of the work item from its queries to rows of out or of
 /// split partials.
 template <class T, int kBlocks>
-__device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks>& s) {
+__device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks>& s,
+                                        const QueryBoxes& boxes) {
   unsigned uses[2] = {0, 0};
   const bool leads = uniform(static_cast<int>(threadIdx.x) / kWarpGroup) == 0;
   for (unsigned number = 0;; ++number) {
@@ -143,9 +144,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks
     barrier_wait(at(&s.part_full[place]), number / 2 & 1u);
     const Part& part = s.parts[place];
     if (uniform(part.count) == 0) return;
-    QueryRows<T, kBlocks> queries{p, s, part};
+    QueryRows<T, kBlocks> queries{p, s, part, boxes};
     Rows rows;
-    queries.begin(rows);
+    queries.begin(number, rows);
     const TileRange tiles = queries.find_tiles(rows);
     Operand held[kHeldChunks];
     queries.load_held(held);
@@ -164,7 +165,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks
 
 /// Runs a block. Its producer warps call produce(s).
 template <class T, int kBlocks, class Produce>
-__device__ __forceinline__ void attend(const AttentionParams& p, const Produce& produce) {
+__device__ __forceinline__ void attend(const AttentionParams& p, const QueryBoxes& boxes,
+                                       const Produce& produce) {
   auto& s = shared<kBlocks>();
   if (threadIdx.x == 0) init_barriers(s);
   const auto follow = [] {
@@ -180,7 +182,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& 
   } else {
     take_registers<kConsumerRegisters>();
     if (p.reads_ahead) follow();
-    consume<T>(p, s);
+    consume<T>(p, s, boxes);
   }
   finish_messages(p);
 }
@@ -189,18 +191,17 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& 
 
 /// The kernel over latents of q's type, from pages that boxes of 8 tokens or more divide.
 template <class T, int kBlocks>
-__global__ __launch_bounds__(latent::kThreads,
-                             1) void attend_latent(const __grid_constant__ AttentionParams p,
-                                                   const __grid_constant__ CUtensorMap latents,
-                                                   const __grid_constant__ CUtensorMap ropes,
-                                                   int box_tokens) {
+__global__ __launch_bounds__(latent::kThreads, 1) void attend_latent(
+    const __grid_constant__ AttentionParams p, const __grid_constant__ latent::QueryBoxes queries,
+    const __grid_constant__ CUtensorMap latents, const __grid_constant__ CUtensorMap ropes, int box_tokens) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   prefetch_params(p);
   if (threadIdx.x == latent::kConsumers) {
     prefetch_map(latents);
     prefetch_map(ropes);
+    prefetch_map(queries.map);
   }
-  latent::attend<T, kBlocks>(p, [&](latent::Shared<kBlocks>& s) {
+  latent::attend<T, kBlocks>(p, queries, [&](latent::Shared<kBlocks>& s) {
     latent::BoxCopier<kBlocks>(p, s, latents, ropes, box_tokens).run();
   });
 #endif
@@ -209,10 +210,13 @@ __global__ __launch_bounds__(latent::kThreads,
 /// The same kernel for pages of any size.
 template <class T, int kBlocks>
 __global__ __launch_bounds__(latent::kThreads,
-                             1) void attend_latent_rows(const __grid_constant__ AttentionParams p) {
+                             1) void attend_latent_rows(const __grid_constant__ AttentionParams p,
+                                                        const __grid_constant__ latent::QueryBoxes queries) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   prefetch_params(p);
-  latent::attend<T, kBlocks>(p, [&](latent::Shared<kBlocks>& s) { latent::RowCopier<kBlocks>(p, s).run(); });
+  if (threadIdx.x == latent::kConsumers) prefetch_map(queries.map);
+  latent::attend<T, kBlocks>(p, queries,
+                             [&](latent::Shared<kBlocks>& s) { latent::RowCopier<kBlocks>(p, s).run(); });
 #endif
 }
 

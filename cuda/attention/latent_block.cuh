@@ -125,6 +125,7 @@ struct Shared {
   unsigned long long empty[2][kHalves];
   unsigned long long part_full[2];
   unsigned long long part_empty[2];
+  unsigned long long queries_full;
   Part parts[2];  // the one that consumers work on, and the next
   Plan<kBlocks> plan;
 };
@@ -181,6 +182,7 @@ __device__ inline void init_barriers(Shared<kBlocks>& s) {
     barrier_init(at(&s.part_full[buffer]), 1);
     barrier_init(at(&s.part_empty[buffer]), kGroups * kWarpsOfGroup + kProducerWarps - 1);
   }
+  barrier_init(at(&s.queries_full), 1);
   fence_barrier_init();
 }
 

@@ -7,9 +7,9 @@
 
 #include "cuda/attention/latent_block.cuh"
 #include "cuda/attention/latent_result.cuh"
-#include "cuda/runtime/async_copy.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
+#include "cuda/runtime/tensor_map.cuh"
 
 namespace helix::cuda::latent {
 
@@ -29,12 +29,21 @@ struct TileRange {
   int plain_end;
 };
 
+/// How TMA copies the rows of q: the heads of token 0, those of token 1, and so on. Rows at one stride are a
+/// run: all of them, or the heads of a token.
+struct QueryBoxes {
+  CUtensorMap map;  ///< Coordinates (column, row of a run, run), boxes of 64 columns.
+  Divisor run_rows;
+  int rows;  ///< Rows of a box; divides those of a run, if there are several, and of a block.
+};
+
 /// The block's rows of one query tile. All consumer threads call its functions.
 template <class T, int kBlocks>
 struct QueryRows {
   const AttentionParams& p;
   Shared<kBlocks>& s;
   const Part& part;
+  const QueryBoxes& boxes;
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
@@ -43,36 +52,34 @@ struct QueryRows {
   static __device__ int row() { return warp() * 16 + lane() / 4; }
   static __device__ int first_row() { return block_of_item<kBlocks>() * kGroupRows; }
 
-  /// Loads the rows into shared memory and finds the tokens that they see.
-  __device__ __forceinline__ void begin(Rows& rows) {
+  /// Loads the rows of the block's `number`-th part into shared memory and finds the tokens that they see.
+  __device__ __forceinline__ void begin(unsigned number, Rows& rows) {
     group_sync(kAllConsumers, kConsumers);  // nobody reads the previous rows any more
-    copy_queries();
+    if (uniform(static_cast<int>(threadIdx.x) / kWarp) == 0) copy_queries();
     find_bounds(rows);
-    wait_for_all_copies();
-    fence_before_copy();
-    group_sync(kAllConsumers, kConsumers);
+    barrier_wait(at(&s.queries_full), number & 1u);
   }
 
-  /// Copies the rows to shared memory; four threads a row copy its 16-byte parts in turn.
+  /// Asks for copies of the rows to shared memory; one warp. Rows past the query tile's last may be those of
+  /// another one.
   __device__ __forceinline__ void copy_queries() const {
-    constexpr int kThreadsOfRow = kConsumers / kGroupRows;
-    constexpr int kPartsOfChunk = 8;
-    const QueryTile& tile = part.span.query_tile;
-    const int r = static_cast<int>(threadIdx.x) / kThreadsOfRow;
-    const int first = static_cast<int>(threadIdx.x) % kThreadsOfRow;
-    const bool is_row = first_row() + r < tile.num_rows;
-    const T* q = static_cast<const T*>(p.q) + first * 8;
-    if (is_row)
-      q += tile.token(p, first_row() + r) * p.q_token_stride +
-           tile.query_head(p, 0, first_row() + r) * p.q_head_stride;
+    if (lane() == 0) {
+      const QueryTile& tile = part.span.query_tile;
+      const int first = tile.first_token * p.group + tile.first_row + first_row();
+      const unsigned full = at(&s.queries_full);
+      barrier_expect(full, kTileBytes);
+#pragma unroll 1
+      for (int r = 0; r < kGroupRows; r += boxes.rows) {
+        const int run = (first + r) / boxes.run_rows;
+        const int in_run = first + r - run * boxes.run_rows;
+        const unsigned to = at(s.queries) + static_cast<unsigned>(r) * kRowBytes;
 #pragma unroll
-    for (int c = 0; c < kPartsOfChunk; c += kThreadsOfRow) {
-      const unsigned to =
-          at(s.queries) + swizzled(static_cast<unsigned>(r), static_cast<unsigned>(first + c));
-#pragma unroll
-      for (unsigned chunk = 0; chunk < kChunks; ++chunk)
-        copy_chunk_or_zeros(to + chunk * kChunkBytes, q + chunk * kChunkColumns + c * 8, is_row);
+        for (unsigned chunk = 0; chunk < kChunks; ++chunk)
+          copy_query_box(to + chunk * kChunkBytes, boxes.map, static_cast<int>(chunk) * kChunkColumns, in_run,
+                         run, full);
+      }
     }
+    __syncwarp();
   }
 
   __device__ __forceinline__ void load_held(Operand (&held)[kHeldChunks]) const {
@@ -88,11 +95,15 @@ struct QueryRows {
 
   /// Finds the tokens that this thread's rows see, and resets their softmax.
   __device__ __forceinline__ void find_bounds(Rows& rows) {
+    rows.low[1] = rows.high[1] = 0;
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
       const TokenRange seen = seen_by_row(p, part.span, first_row() + row() + 8 * h);
-      rows.low[h] = static_cast<int>(seen.begin);
-      rows.high[h] = static_cast<int>(seen.end);
+      // An index that only the loop knows would keep the bounds in local memory.
+      rows.low[0] = rows.low[1];
+      rows.high[0] = rows.high[1];
+      rows.low[1] = static_cast<int>(seen.begin);
+      rows.high[1] = static_cast<int>(seen.end);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -190,6 +201,7 @@ struct QueryRows {
     write_rows<kBlocks, kGroupRows>(p, part, row_ends(), row_places(), [&](int r) {
       return *reinterpret_cast<const uint4*>(stage() + staged(r, lane()));
     });
+    fence_before_copy();  // of the next queries
   }
 };
 

@@ -59,6 +59,8 @@ AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper, const
           .most_rows = longest * (args.q.extent(1) / args.kv.format.num_heads),
           .q_alignment = common_alignment(
               {address_of(args.q.data()), step_of<T>(args.q.stride(0)), step_of<T>(args.q.stride(1))}),
+          .has_query_map = is_map_stride(args.q.extent(0), args.q.stride(0) * std::int64_t{sizeof(T)}) &&
+                           is_map_stride(args.q.extent(1), args.q.stride(1) * std::int64_t{sizeof(T)}),
           .kv_alignment = std::min(
               {places.k.alignment(args.kv), places.v.alignment(args.kv), places.rope.alignment(args.kv)}),
           .has_tensor_maps = places.k.has_tensor_map(args.kv) && places.v.has_tensor_map(args.kv) &&

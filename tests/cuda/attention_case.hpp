@@ -36,7 +36,8 @@ struct AttentionCase {
   float loudness = 0.0f;
   // If not 0, each score is about its square before scaling, so that all weights are equal.
   float root_score = 0.0f;
-  std::int64_t q_pad = 0;  // elements between heads, which are NaN
+  std::int64_t q_pad = 0;        // elements between heads, which are NaN
+  std::int64_t q_token_pad = 0;  // elements between tokens, which are NaN
   std::int64_t out_pad = 0;
   bool is_q_reversed = false;  // the last token is stored first
   bool is_scaled = true;       // e4m3 only: K and V have scales

@@ -13,14 +13,17 @@ typename AttentionWorld<T>::Result AttentionWorld<T>::run(const cuda::Operators<
   const AttentionCase& c = case_;
   const Shard shard = shard_of(kvp_rank);
   std::vector<std::uint8_t> bytes_of_q = narrowed(q_);
-  const std::int64_t q_token = heads() * q_stride();
-  if (c.is_q_reversed) {
-    std::vector<std::uint8_t> reversed;
-    for (std::int64_t token = num_tokens() - 1; token >= 0; --token) {
-      const auto row = bytes_of_q.begin() + token * q_token * static_cast<std::int64_t>(sizeof(T));
-      reversed.insert(reversed.end(), row, row + q_token * static_cast<std::int64_t>(sizeof(T)));
+  const std::int64_t q_token = heads() * q_stride() + c.q_token_pad;
+  if (c.is_q_reversed || c.q_token_pad > 0) {
+    const auto token_bytes = heads() * q_stride() * static_cast<std::int64_t>(sizeof(T));
+    std::vector<std::uint8_t> stored;
+    for (std::int64_t i = 0; i < num_tokens(); ++i) {
+      const std::int64_t token = c.is_q_reversed ? num_tokens() - 1 - i : i;
+      const auto from = bytes_of_q.begin() + token * token_bytes;
+      stored.insert(stored.end(), from, from + token_bytes);
+      stored.insert(stored.end(), at(c.q_token_pad) * sizeof(T), 0xff);
     }
-    bytes_of_q = reversed;
+    bytes_of_q = stored;
   }
   cuda::Stream stream = operators.create_stream();
   std::vector<cuda::Buffer> memory;

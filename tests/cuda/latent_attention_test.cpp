@@ -300,6 +300,30 @@ TEMPLATE_TEST_CASE("latents on a GPU: more query tiles than blocks, of any lengt
   }
 }
 
+TEMPLATE_TEST_CASE("latents on a GPU: queries of any stride", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const auto operators = latent_attention_operators<TestType>();
+  for (const std::int64_t heads : {1, 5, 24, 64, 128}) {
+    for (const std::int64_t page : {64, 1}) {
+      AttentionCase c = latent_case<TestType>(heads);
+      c.page_tokens = page;
+      c.sequences = {{300, 1}, {70, 35}, {90, 0}, {33, 33}, {200, 7}};
+      const auto check = [&] {
+        CAPTURE(heads, page, c.q_pad, c.q_token_pad, c.is_q_reversed);
+        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+      };
+      c.q_pad = 8;
+      check();
+      c.q_token_pad = 16;
+      check();
+      c.q_pad = 0;
+      check();
+      c.is_q_reversed = true;
+      check();
+    }
+  }
+}
+
 TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to tile", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
