@@ -174,13 +174,16 @@ struct QueryRows {
   /// Writes the rows: out and lse, or split partials.
   __device__ __forceinline__ void end(const Rows& rows, const Sums& sums) const {
     group_sync(kAllConsumers, kConsumers);  // nobody reads queries or weights any more
+    const bool splits = is_split(part);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = rows.sum[h];
-      float most = 0.0f;
+      float most = 0.0f;  // of split partials
+      if (splits) {
 #pragma unroll
-      for (int k = 2 * h; k < kGroupColumns / 2; k += 4)
-        most = fmaxf(most, fmaxf(fabsf(sums[k]), fabsf(sums[k + 1])));
+        for (int k = 2 * h; k < kGroupColumns / 2; k += 4)
+          most = fmaxf(most, fmaxf(fabsf(sums[k]), fabsf(sums[k + 1])));
+      }
 #pragma unroll
       for (int offset = 1; offset < 4; offset *= 2) {
         sum += __shfl_xor_sync(~0u, sum, offset);
@@ -193,7 +196,6 @@ struct QueryRows {
       }
     }
     group_sync(kAllConsumers, kConsumers);
-    const bool splits = is_split(part);
     if (const int r = static_cast<int>(threadIdx.x); r < kGroupRows) row_ends()[r] = find_end(splits, r);
     group_sync(kAllConsumers, kConsumers);
     stage_rows(splits, sums);
