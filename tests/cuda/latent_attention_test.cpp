@@ -275,29 +275,32 @@ TEMPLATE_TEST_CASE("latents on a GPU: more query tiles than blocks, of any lengt
   HELIX_REQUIRE_GPUS(1);
   auto operators = latent_attention_operators<TestType>();
   std::vector<Sequence> rising;
-  for (std::int64_t b = 0; b < 30; ++b) rising.push_back({1 + 37 * b % 400, b % 9 == 4 ? 0 : 1});
-  std::vector<Sequence> one_long(9, {70, 1});
-  one_long[4].length = 5000;  // its block would be late
-  std::vector<Sequence> three_long(19, {30, 1});
-  three_long[1].length = three_long[2].length = three_long[18].length = 700;
-  std::vector<Sequence> prompts = {{100, 20}, {90, 1}, {60, 60}, {64, 1}, {200, 9}};
-  for (const int blocks : {12, 2}) {  // 6 blocks or 3 pairs; one
+  for (std::int64_t b = 0; b < 30; ++b) rising.push_back({1 + 37 * b % 200, b % 9 == 4 ? 0 : 1});
+  std::vector<Sequence> one_long(14, {30, 1});
+  one_long[4].length = 2700;  // its block would be late
+  std::vector<Sequence> three_long(25, {30, 1});
+  three_long[1].length = three_long[2].length = three_long[18].length = 400;
+  std::vector<Sequence> prompts = {{60, 12}, {90, 1}, {40, 40}, {64, 1}, {100, 5}};
+  const auto check = [&](int blocks, const std::vector<Sequence>& sequences, std::int64_t kvp) {
     operators.set_attention_blocks(blocks);
     for (const DType kv_dtype : {kDTypeOf<TestType>, DType::fp8_e4m3}) {
       for (const std::int64_t heads : {20, 64, 128}) {
-        for (const auto* const sequences : {&rising, &one_long, &three_long, &prompts}) {
-          AttentionCase c = latent_case<TestType>(heads);
-          c.kv_dtype = kv_dtype;
-          c.sequences = *sequences;
-          c.kvp = sequences == &rising ? 2 : 1;
-          CAPTURE(blocks, to_string(kv_dtype), heads, sequences->size(), sequences->front().length);
-          const AttentionWorld<TestType> world(c);
-          CHECK(world.check(operators) == "");
-          CHECK(world.run(operators) == world.run(operators));
-        }
+        AttentionCase c = latent_case<TestType>(heads);
+        c.kv_dtype = kv_dtype;
+        c.sequences = sequences;
+        c.kvp = kvp;
+        CAPTURE(blocks, to_string(kv_dtype), heads, sequences.size(), sequences.front().length);
+        const AttentionWorld<TestType> world(c);
+        CHECK(world.check(operators) == "");
+        CHECK(world.run(operators) == world.run(operators));
       }
     }
-  }
+  };
+  check(2, rising, 2);   // one block
+  check(24, rising, 2);  // 12 blocks, or 6 pairs
+  check(24, one_long, 1);
+  check(24, three_long, 1);
+  check(12, prompts, 1);
 }
 
 TEMPLATE_TEST_CASE("latents on a GPU: queries of any stride", "", f16, bf16) {
