@@ -117,6 +117,8 @@ struct Dots {
   static constexpr std::int64_t kStep = 32;
   static constexpr std::int64_t kSumFloats = 16;
   static constexpr bool kReadsAhead = true;
+  static constexpr std::int64_t kStripRows = 48;
+  static constexpr std::int64_t kStripAheadBytes = 12 << 10;
   template <int R>
   static constexpr std::int64_t kGroup = R == 4 ? 6 : 8;
 

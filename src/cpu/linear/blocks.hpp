@@ -92,7 +92,8 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 
 /// Executes one task. `Arithmetic` provides: Weight, the stored type; Row, the packed type; kChunk, columns
 /// after which sums are folded; kGroup<R>, weight rows at once; kStep, columns per step; kSumFloats, floats
-/// of a vector of sums; kReadsAhead, whether it supports other readings than Reading::plain;
+/// of a vector of sums; kReadsAhead, whether it supports other readings than Reading::plain; kStripRows,
+/// weight rows per strip, before the next strip; kStripAheadBytes, how far ahead Reading::strips prefetches;
 /// multiply<R, kLines>(Tile), which prefetches kLines lines per step (0, or if it reads ahead 1, kGroup<R> or
 /// half of that, rounded up); multiply_row<R>(Tile, ahead) for one weight row, which prefetches `ahead`
 /// elements after each step that it reads; and multiply_strip<R0, R1>(Strip), for blocks of R0 and R1 rows.
@@ -127,10 +128,7 @@ class BlockWalk {
   static constexpr std::int64_t kNearBytes = 32 << 10;
   /// How far ahead Reading::rows prefetches a line.
   static constexpr std::int64_t kRowsAheadBytes = 8 << 10;
-  /// Weight rows per strip, before the next strip.
-  static constexpr std::int64_t kStripRows = 48;
-  /// How far ahead Reading::strips prefetches a line.
-  static constexpr std::int64_t kStripAheadBytes = 12 << 10;
+  static constexpr std::int64_t kStripRows = Arithmetic::kStripRows;
   /// Bytes of a strip's activations: a third of a 48 KiB L1, which weights and sums use too.
   static constexpr std::int64_t kStripBytes = 16 << 10;
 
@@ -228,7 +226,8 @@ class BlockWalk {
     constexpr std::int64_t R = R0 + R1;
     constexpr std::int64_t kCols = strip_cols<R>();
     constexpr std::int64_t kRowBytes = kCols * static_cast<std::int64_t>(sizeof(Weight));
-    constexpr std::int64_t kAhead = std::max(kStripAheadBytes / kRowBytes, std::int64_t{2}) / 2 * 2;
+    constexpr std::int64_t kAhead =
+        std::max(Arithmetic::kStripAheadBytes / kRowBytes, std::int64_t{2}) / 2 * 2;
     static_assert(kStripGroup == 2 && kAhead < kStripRows && Arithmetic::kChunk % kCols == 0);
     alignas(64) float sums[static_cast<std::size_t>(kStripRows * R * Arithmetic::kSumFloats)];
     alignas(64) float dots[static_cast<std::size_t>(kStripRows * R) + 3];

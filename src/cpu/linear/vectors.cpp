@@ -35,6 +35,10 @@ struct Vectors {
   static constexpr std::int64_t kStep = kPair;
   static constexpr std::int64_t kSumFloats = kLanes;
   static constexpr bool kReadsAhead = kHasReadings;
+  /// The sums of a strip take 12 KB of L1 beside as many of activations: 8 rows, one thread of Zen 5, 45 ms a
+  /// GiB of bf16 weights; with 48 rows and 12 KiB ahead 50.
+  static constexpr std::int64_t kStripRows = 24;
+  static constexpr std::int64_t kStripAheadBytes = 8 << 10;
   /// As many as fit in registers beside the operands.
   template <int R>
   static constexpr std::int64_t kGroup = kLanes == 16        ? (R == 4 ? 6 : 8)
