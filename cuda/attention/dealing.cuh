@@ -21,8 +21,7 @@ __device__ inline int dealt_place(const AttentionParams& p, int i) {
   const int blocks = Plan::num_blocks();
   const int round = i / blocks;
   const int last = p.num_query_tiles / blocks;  // deals out those that are left, from the first block on
-  const int in_round = i - round * blocks;
-  const int block = (last - round) % 2 == 0 ? in_round : blocks - 1 - in_round;
+  const int block = dealt_to(last - round, blocks, i - round * blocks);
   return EvenPartition(p.num_query_tiles, blocks).begin(block) + round;
 }
 

@@ -25,9 +25,10 @@ struct QueryTileSpan {
 
 /// The lists that every kernel's schedule is made of, in shared memory. KV tiles have kTokens tokens, and
 /// kBlocks blocks share a work item. `u` is a query tile of the launch; `Count` holds numbers of query tiles
-/// and of splits.
-template <int kTokens, class TheLimits, int kBlocks, class Count, bool kHasOneHead>
+/// and of splits. kMayDeal: for kernels of one KV head, whose query tiles may be dealt out (dealing.cuh).
+template <int kTokens, class TheLimits, int kBlocks, class Count, bool kMayDeal>
 struct AttentionLists {
+  static constexpr bool kDeals = kMayDeal;
   using Limits = TheLimits;
   static constexpr int kKvTileTokens = kTokens;
   static_assert(kTokens >= kMinKvTileTokens && Limits::kPaddingTiles <= kMaxPaddingTiles);
@@ -55,7 +56,7 @@ struct AttentionLists {
   static __device__ int num_blocks() { return static_cast<int>(gridDim.x) / kBlocks; }
   /// KV heads of the launch.
   static __device__ decltype(auto) kv_heads(const AttentionParams& p) {
-    if constexpr (kHasOneHead) {
+    if constexpr (kDeals) {
       return 1;
     } else {
       return (p.kv_heads);
@@ -78,7 +79,7 @@ struct AttentionLists {
 template <int kTokens, class TheLimits = ShortTileLimits, bool kCallsFunctions = false, int kBlocks = 1>
 struct AttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, int, false> {
   static constexpr bool kCalls = kCallsFunctions;
-  static constexpr bool kDeals = false;
+  static constexpr bool is_dealt = false;  ///< As in SmallAttentionPlan.
   QueryTile query_tiles[kMaxQueryTiles];
   std::int64_t first_page[kMaxQueryTiles];  ///< This and the next two: the fields of QueryTileSpan.
   int begin_token[kMaxQueryTiles];
@@ -99,7 +100,6 @@ struct AttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, int, false> {
 template <int kTokens, class TheLimits, int kBlocks>
 struct SmallAttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, std::uint16_t, true> {
   static constexpr bool kCalls = false;
-  static constexpr bool kDeals = true;
 
   bool is_dealt;  ///< Whether each work item is whole query tiles.
 

@@ -80,14 +80,12 @@ class Schedule {
       const int first = ranges.begin(split);
       return {{u, head, first, plan_.listed_tiles(u)}, ranges.begin(split + 1) - first};
     }
-    if constexpr (Plan::kDeals) {
-      if (plan_.is_dealt) {
-        const EvenPartition items(p_.num_query_tiles, Plan::num_blocks());
-        const int first = items.begin(block);
-        const int end = items.begin(block + 1);
-        const int listed = plan_.kv_tile_begin[end] - plan_.kv_tile_begin[first];
-        return {{first, 0, 0, plan_.kv_tiles(p_, first)}, listed - (end - first) * padding_};
-      }
+    if (plan_.is_dealt) {
+      const EvenPartition items(p_.num_query_tiles, Plan::num_blocks());
+      const int first = items.begin(block);
+      const int end = items.begin(block + 1);
+      const int listed = plan_.kv_tile_begin[end] - plan_.kv_tile_begin[first];
+      return {{first, 0, 0, plan_.kv_tiles(p_, first)}, listed - (end - first) * padding_};
     }
     const EvenPartition items = even_items();
     if (block >= items.parts) return {};
@@ -105,9 +103,7 @@ class Schedule {
       const int splits = plan_.splits(u);
       return {plan_.split_begin[u] * Plan::kv_heads(p_) + head * splits, splits};
     }
-    if constexpr (Plan::kDeals) {
-      if (plan_.is_dealt) return {0, 1};
-    }
+    if (plan_.is_dealt) return {0, 1};
     const EvenPartition items = even_items();
     const int begin = listed_before(u, head);
     const int first = items.part_of(begin);

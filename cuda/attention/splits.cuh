@@ -26,6 +26,12 @@ struct EvenPartition {
   }
 };
 
+/// The block that gets item `i` of a round, if items of falling length are dealt out to `blocks` blocks in
+/// rounds that alternate in direction, so that sums are nearly equal. Also the reverse.
+__device__ inline int dealt_to(int round, int blocks, int i) {
+  return round % 2 == 0 ? i : blocks - 1 - i;
+}
+
 inline constexpr int kCombineBatch = 16;  ///< Split partials that are combined in one trip to memory.
 
 /// How finely KV is split, for KV tiles of 32 tokens and query tiles of up to 32 rows.

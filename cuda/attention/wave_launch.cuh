@@ -70,12 +70,10 @@ bool fits_waves(const AttentionCall& call) {
 
 /// The map of the queries, if query tiles consist of whole tokens: each is then a box.
 template <class S>
-void map_wave_queries(const AttentionParams& p, WaveMaps& maps) {
+void map_wave_queries(const AttentionParams& p, const AttentionCall& call, WaveMaps& maps) {
   constexpr int kMaxBox = 256;  // largest size of a box in a dimension
-  maps.has_queries = S::kRows % p.group == 0 && p.query_tile_rows % p.group == 0 && p.group <= kMaxBox &&
-                     S::kRows / p.group <= kMaxBox &&
-                     is_map_stride(std::int64_t{p.kv_heads} * p.group, 2 * p.q_head_stride) &&
-                     is_map_stride(std::int64_t{p.first_token} + p.num_tokens, 2 * p.q_token_stride);
+  maps.has_queries = call.has_query_map && S::kRows % p.group == 0 && p.query_tile_rows % p.group == 0 &&
+                     p.group <= kMaxBox && S::kRows / p.group <= kMaxBox;
   if (!maps.has_queries) return;
   maps.q = query_rows_map(
       p.q, p.dtype,

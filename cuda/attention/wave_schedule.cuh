@@ -107,10 +107,9 @@ __device__ inline WaveItem wave_item(const AttentionParams& p, const Plan& plan,
   return {place, pass * heads + item - place * heads};
 }
 
-/// The item of worker `block` in a wave. Waves alternate in direction, so that items of falling lengths add
-/// up to equal sums.
+/// The item of worker `block` in a wave.
 __device__ inline int wave_place(int wave, int workers, int block) {
-  return wave * workers + (wave % 2 == 0 ? block : workers - 1 - block);
+  return wave * workers + dealt_to(wave, workers, block);
 }
 
 /// Local tokens that any of the query tokens [first, last] sees, by kLanes neighbouring lanes, each of which

@@ -11,12 +11,12 @@ namespace {
 constexpr std::int64_t kMinRows = 32;
 
 template <class T, class S>
-void launch(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
+void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   WaveMaps maps;
-  map_wave_queries<S>(p, maps);
-  maps.box_tokens = Divisor(box_tokens_of(kv.format, S::kTokens));
+  map_wave_queries<S>(p, call, maps);
+  maps.box_tokens = Divisor(box_tokens_of(call.kv.format, S::kTokens));
   if (maps.box_tokens < kSwizzleRows) return launch_waves<T, T, S, WaveChunkCopies>(p, maps, grid);
-  map_wave_rows<S>(p, kv, maps);
+  map_wave_rows<S>(p, call.kv, maps);
   launch_waves<T, T, S, BoxCopies>(p, maps, grid);
 }
 
@@ -36,9 +36,9 @@ const AttentionKernel kWaves{
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
           with_wave_instance<bf16>(p.head_dim, p.value_dim, [&]<class S>(S*) {
             if (call.dtype == DType::bf16) {
-              launch<bf16, S>(p, call.kv, grid);
+              launch<bf16, S>(p, call, grid);
             } else {
-              launch<f16, S>(p, call.kv, grid);
+              launch<f16, S>(p, call, grid);
             }
           });
         }};

@@ -13,7 +13,7 @@ constexpr std::int64_t kMinRows = 64;
 template <class T, class S>
 void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   WaveMaps maps;
-  map_wave_queries<S>(p, maps);
+  map_wave_queries<S>(p, call, maps);
   maps.box_tokens = Divisor(box_tokens_of(call.kv.format, S::kTokens));
   if (maps.box_tokens < kSwizzleRows || !call.has_tensor_maps)
     return launch_waves<T, fp8_e4m3, S, WaveWideningRows>(p, maps, grid);
