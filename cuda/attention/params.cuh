@@ -158,9 +158,9 @@ __device__ __forceinline__ void find_target_place(const AttentionParams& p) {
   if (threadIdx.x == blockDim.x - 1) target_place() = read_target_place(p);
 }
 
-/// follow_previous() for a kernel that can do nothing ahead; called before a barrier, as it fills in
-/// target_place(). If this kernel sends lines, the next one reads them before this one ends, so it may start
-/// only when all kernels before this one have ended.
+/// follow_previous() for a kernel of attention, after whatever it does ahead; called before a barrier, as it
+/// fills in target_place(). If this kernel sends lines, the next one reads them before this one ends, so it
+/// may start only when all kernels before this one have ended.
 __device__ __forceinline__ void follow_previous(const AttentionParams& p) {
   if (!p.sends_lines) start_next();
   wait_for_previous();

@@ -158,8 +158,12 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
     }
     fence_barrier_init();
   }
-  follow_previous(p);
+  if (!p.reads_ahead) follow_previous(p);
   make_wave_plan(p, s.plan);
+  if (p.reads_ahead) {  // the plan alone is made ahead
+    follow_previous(p);
+    __syncthreads();
+  }
   if (warp_uniform(threadIdx.x / kWarpGroup) == 0) {
     give_registers<kCopyRegisters>();
     WaveProducer<S, Copies>{p, maps, s}.run();

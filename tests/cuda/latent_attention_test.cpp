@@ -156,6 +156,21 @@ TEMPLATE_TEST_CASE("latents on a GPU: reading ahead gives the same bits", "", f1
   }
 }
 
+TEMPLATE_TEST_CASE("latents on a GPU: reading ahead gives the same bits over rows of 8 bits", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const DType kv_dtype : {DType::fp8_e4m3, DType::fp8_ds_mla}) {
+    for (const std::int64_t heads : {16, 128}) {
+      AttentionCase c = latent_case<TestType>(heads);
+      c.kv_dtype = kv_dtype;
+      if (c.is_mixed()) c.pool = mixed_latent_pool;
+      c.sequences = {{513, 2}, {1, 1}, {40, 4}, {999, 1}};
+      CAPTURE(to_string(kv_dtype), heads);
+      check_reading_ahead(c, operators);
+    }
+  }
+}
+
 TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits twice", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   auto operators = latent_attention_operators<TestType>();
