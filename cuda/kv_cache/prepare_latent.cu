@@ -2,6 +2,7 @@
 // cuda::Operators::prepare_latent: latent norm, rope and the append to the pages in one kernel.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include <helix/cuda/backend.hpp>
 #include <helix/prepare_latent.hpp>
@@ -33,6 +34,11 @@ struct Queries {
   int heads;
 };
 
+/// Rows of pages of type S; MixedByte for DType::fp8_ds_mla.
+template <class T, class S>
+using LatentTransfer =
+    std::conditional_t<std::is_same_v<S, MixedByte>, MixedTransfer<const T>, KvTransfer<const T, S>>;
+
 template <class T, class S>
 struct Preparation {
   T* latents;  // [tokens, columns + 2 * pairs]
@@ -43,7 +49,7 @@ struct Preparation {
   DType norm_dtype;
   float epsilon;
   Queries<T> queries;
-  KvTransfer<const T, S> transfer;
+  LatentTransfer<T, S> transfer;
   const float* inverse_frequency;
   float magnitude;
   AppendedTokens appended;
@@ -66,16 +72,87 @@ __device__ __forceinline__ void turn_pairs(const T* in, T* out, int pair, int pa
   stored(at.second, y);
 }
 
-/// Stores `x`, rounded to T, in the pages.
-template <class T, int kCount, class Row>
-__device__ __forceinline__ void store_page(const Row& row, int at, float (&x)[kCount]) {
+/// `x` as T holds it.
+template <class T, int kCount>
+__device__ __forceinline__ void round_to(float (&x)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    x[i] = to_float(from_float<T>(x[i]));
-    if (row.scale != 1.0f) x[i] /= row.scale;
-  }
-  store_vector(row.stored + at, x);
+  for (float& value : x) value = to_float(from_float<T>(value));
 }
+
+/// The place of a token's latent in pages of type S. Values are of type T before they are stored.
+template <class T, class S>
+class LatentPlace {
+ public:
+  LatentPlace() = default;
+  __device__ LatentPlace(const LatentTransfer<T, S>& transfer, std::int64_t token, std::int64_t slot,
+                         std::int64_t local)
+      : columns_(transfer.row(token, 0, slot, local)), rope_(transfer.row(token, 1, slot, local)) {}
+
+  /// Stores this thread's columns, from `first` on, if it has any; all threads of the block.
+  template <int kCount>
+  __device__ __forceinline__ void store_columns(int first, bool has_columns, float (&x)[kCount]) const {
+    if (has_columns) store(columns_, first, x);
+  }
+  /// Stores rope columns from `first` on.
+  template <int kCount>
+  __device__ __forceinline__ void store_rope(int first, float (&x)[kCount]) const {
+    store(rope_, first, x);
+  }
+
+ private:
+  using Row = typename LatentTransfer<T, S>::Row;
+
+  template <int kCount>
+  static __device__ __forceinline__ void store(const Row& row, int first, float (&x)[kCount]) {
+    round_to<T>(x);
+#pragma unroll
+    for (float& value : x)
+      if (row.scale != 1.0f) value /= row.scale;
+    store_vector(row.stored + first, x);
+  }
+
+  Row columns_{};
+  Row rope_{};
+};
+
+/// The same in rows of DType::fp8_ds_mla. Gives the bits of store_mixed_row().
+template <class T>
+class LatentPlace<T, MixedByte> {
+ public:
+  LatentPlace() = default;
+  __device__ LatentPlace(const MixedTransfer<const T>& transfer, std::int64_t token, std::int64_t slot,
+                         std::int64_t local)
+      : row_(transfer.row(token, 0, slot, local)) {}
+
+  template <int kCount>
+  __device__ __forceinline__ void store_columns(int first, bool has_columns, float (&x)[kCount]) const {
+    constexpr int kColumns = static_cast<int>(kScaledColumns);
+    constexpr int kScaleLanes = kColumns / kCount;  // threads whose columns share a scale
+    static_assert(kScaleLanes <= kWarp);
+    round_to<T>(x);
+    float most = 0.0f;
+#pragma unroll
+    for (const float value : x)
+      if (const float size = fabsf(value); size < __int_as_float(0x7f800000)) most = fmaxf(most, size);
+#pragma unroll
+    for (int offset = 1; offset < kScaleLanes; offset *= 2)
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+    if (!has_columns) return;
+    const float scale = mixed_scale(most);
+#pragma unroll
+    for (float& value : x) value /= scale;
+    store_vector(reinterpret_cast<fp8_e4m3*>(row_.latent) + first, x);
+    if (first % kColumns == 0) row_.scales()[first / kColumns] = scale;
+  }
+  template <int kCount>
+  __device__ __forceinline__ void store_rope(int first, float (&x)[kCount]) const {
+    round_to<T>(x);
+    store_vector(reinterpret_cast<bf16*>(row_.rope) + first, x);
+  }
+
+ private:
+  MixedRow<const T> row_{};
+};
 
 /// Grid: x over tokens; y: first the latent, then kBlockHeads query heads per block.
 template <class T, class S, bool kIsInterleaved>
@@ -118,15 +195,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   // Requests the row's place before it computes sines and sums.
-  using Row = typename KvTransfer<const T, S>::Row;
   const bool is_stored = p.appended.has(token, position);
-  Row columns{};
-  Row rope{};
+  LatentPlace<T, S> place;
   if (is_stored) {
     const std::int64_t slot = p.appended.sequence_slots[p.appended.sequence(token)];
-    const std::int64_t local = p.appended.layout.local(position);
-    columns = p.transfer.row(token, 0, slot, local);
-    rope = p.transfer.row(token, 1, slot, local);
+    place = LatentPlace<T, S>(p.transfer, token, slot, p.appended.layout.local(position));
   }
   if (thread < p.pairs) rotations[thread] = Rotation::at(position, frequency, p.magnitude);
   float squares = 0.0f;
@@ -138,13 +211,22 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kCount; ++i) x[i] = x[i] * scale * weight[i];
     store_vector(latent + first, x);
-    if (is_stored) store_page<T>(columns, first, x);
   }
+  if (is_stored) place.store_columns(first, has_columns, x);
   T* const turned = latent + p.columns;
   for (int pair = thread * kLanePairs; pair < p.pairs; pair += kThreads * kLanePairs)
     turn_pairs<kIsInterleaved>(turned, turned, pair, p.pairs, rotations, [&](int at, auto& elements) {
-      if (is_stored) store_page<T>(rope, at, elements);
+      if (is_stored) place.store_rope(at, elements);
     });
+}
+
+template <class T, class S>
+LatentTransfer<T, S> latent_transfer_of(const KvView& kv, const TensorView<const T, 3>& rows) {
+  if constexpr (std::is_same_v<S, MixedByte>) {
+    return mixed_transfer_of(kv, rows);
+  } else {
+    return transfer_of<const T, S>(kv, rows, TensorView<const T, 3>{});
+  }
 }
 
 /// Whether every row is aligned for the kernel's accesses, and the norm's weights suit a sum in rms_norm()'s
@@ -153,6 +235,7 @@ template <class T>
 bool is_aligned(const PrepareLatentArgs<T>& args) {
   const KvPlaces places(args.kv);
   const auto element = static_cast<std::size_t>(args.kv.format.element_bytes());
+  const std::size_t rope_element = args.kv.format.is_mixed() ? sizeof(bf16) : element;
   const auto has = [](const auto& x, int count) {
     return common_alignment({address_of(x.data()), step_of<T>(x.stride(0)), step_of<T>(x.stride(1))}) >=
            count * sizeof(T);
@@ -160,17 +243,16 @@ bool is_aligned(const PrepareLatentArgs<T>& args) {
   return address_of(args.norm.data) % 16 == 0 && has(args.q_in, kLanePairs) && has(args.q_out, kLanePairs) &&
          common_alignment({address_of(args.latents.data()), step_of<T>(args.latents.stride(0))}) == 16 &&
          places.k.alignment(args.kv) >= std::min<std::size_t>(16, kVector<T> * element) &&
-         places.rope.alignment(args.kv) >= kLanePairs * element;
+         places.rope.alignment(args.kv) >= kLanePairs * rope_element;
 }
 
 template <class T>
 bool fits(const PrepareLatentArgs<T>& args) {
   const KvFormat& format = args.kv.format;
   const std::int64_t pairs = args.rope.rotary_dim / 2;
-  return !format.is_mixed() && format.num_heads == 1 && pairs > 0 && pairs <= kMaxPairs &&
-         pairs % kLanePairs == 0 && 2 * pairs == format.rope_columns() &&
-         format.value_dim % kVector<T> == 0 && format.value_dim <= std::int64_t{kThreads} * kVector<T> &&
-         is_aligned(args);
+  return format.num_heads == 1 && pairs > 0 && pairs <= kMaxPairs && pairs % kLanePairs == 0 &&
+         2 * pairs == format.rope_columns() && format.value_dim % kVector<T> == 0 &&
+         format.value_dim <= std::int64_t{kThreads} * kVector<T> && is_aligned(args);
 }
 
 }  // namespace
@@ -181,7 +263,9 @@ void Operators<T>::prepare_latent(const PrepareLatentArgs<T>& args, Stream strea
   const std::int64_t tokens = args.latents.extent(0);
   if (tokens == 0 || !fits(args)) return detail::prepare_latent_in_turn(*this, args, stream);
   const DeviceScope scope(state_->device);
-  dispatch(kv.format.dtype, [&]<class S>(S*) {
+  const TensorView<const T, 3> rows(args.latents.data(), {tokens, 1, args.latents.extent(2)},
+                                    {args.latents.stride(0), args.latents.stride(1), 1});
+  dispatch_rows(kv.format.dtype, [&]<class S>(S*) {
     const Preparation<T, S> preparation{
         .latents = args.latents.data(),
         .latent_stride = args.latents.stride(0),
@@ -192,11 +276,7 @@ void Operators<T>::prepare_latent(const PrepareLatentArgs<T>& args, Stream strea
         .epsilon = args.epsilon,
         .queries = {args.q_in.data(), args.q_out.data(), args.q_in.stride(0), args.q_in.stride(1),
                     args.q_out.stride(0), args.q_out.stride(1), static_cast<int>(args.q_in.extent(1))},
-        .transfer = transfer_of<const T, S>(
-            kv,
-            TensorView<const T, 3>(args.latents.data(), {tokens, 1, args.latents.extent(2)},
-                                   {args.latents.stride(0), args.latents.stride(1), 1}),
-            TensorView<const T, 3>{}),
+        .transfer = latent_transfer_of<T, S>(kv, rows),
         .inverse_frequency = args.rope.inverse_frequency,
         .magnitude = args.rope.magnitude,
         .appended = {args.batch, kv},
