@@ -146,7 +146,7 @@ TEMPLATE_TEST_CASE("attention on a GPU that reads ahead gives the same bits", ""
         check({{513, 2}, {1, 1}, {40, 4}, {999, 1}});
         check(uniform(40, {129, 2}));
         check({{513, 16}, {300, 32}, {40, 21}});  // one query tile each for the kernel for many rows
-        check({{700, 300}, {64, 1}});  // more than one query tile: nothing is prefetched
+        check({{700, 300}, {64, 1}});             // more than one query tile: nothing is prefetched
         if (sizeof(TestType) != 2) continue;
         c.kv_dtype = DType::fp8_e4m3;  // sequences of few rows may be launched apart
         check({{700, 300}, {64, 1}, {513, 2}, {64, 64}, {999, 1}});
