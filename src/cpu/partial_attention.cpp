@@ -32,8 +32,9 @@ namespace {
 
 constexpr std::int64_t kDraftTokens = 8;  // up to here a task takes all query tokens: K and V are read once
 constexpr std::int64_t kTileRows = 128;  // rows of a prefill task: 64 keys against them keep a core in its L2
-constexpr std::int64_t kTileTokens =
-    32;  // query tokens of a prefill task, whose causal edge is processed token by token
+/// Most query tokens of a prefill task. Where a KV head has few query heads, more of them share its widened
+/// keys and values, but leave fewer tasks for the threads.
+constexpr std::int64_t kTileTokens = 64;
 constexpr std::int64_t kSplitTokens = 1024;  // shortest useful split of a key range
 constexpr std::int64_t kMaxSplits = 64;
 constexpr std::int64_t kUnitPartials = 128;  // (token, split) pairs of one unit

@@ -149,34 +149,49 @@ HWY_INLINE void store(const State& s) {
   }
 }
 
-template <class T>
-HWY_NOINLINE void attend_one(const State& s) {
-  const AttentionTask& task = s.task;
-  const std::int64_t rows = task.num_tokens * task.group;
-  clear(s);
-
-  // Keys that all tokens see are read for all tokens together. Keys that only some see (at the causal and the
-  // window's edge) are read token by token, so that a row outside a token's range cannot reach it even as 0 *
-  // NaN.
+/// The keys that all of the tokens [begin, end) see, leaving out tokens that see none.
+HWY_INLINE TokenRange seen_by_all(const AttentionTask& task, std::int64_t begin, std::int64_t end) {
   TokenRange shared{0, std::numeric_limits<std::int64_t>::max()};
-  for (std::int64_t t = 0; t < task.num_tokens; ++t) {
+  bool is_any = false;
+  for (std::int64_t t = begin; t < end; ++t) {
     const TokenRange seen = task.visible[t];
     if (seen.size() <= 0) continue;
     shared.begin = std::max(shared.begin, seen.begin);
     shared.end = std::min(shared.end, seen.end);
+    is_any = true;
   }
-  const bool has_shared = shared.end != std::numeric_limits<std::int64_t>::max() && shared.size() > 0;
-  if (has_shared) accumulate<T>(s, 0, rows, shared);
-  for (std::int64_t t = 0; t < task.num_tokens; ++t) {
-    const TokenRange seen = task.visible[t];
-    if (seen.size() <= 0) continue;
-    if (has_shared) {
-      accumulate<T>(s, t * task.group, task.group, {seen.begin, shared.begin});
-      accumulate<T>(s, t * task.group, task.group, {shared.end, seen.end});
+  return is_any ? shared : TokenRange{};
+}
+
+/// Attends with tokens [begin, end) to all that they see but the keys `done`, which they have attended to.
+/// Keys that all of them see are read for all together, the others (at the causal and the window's edge) for
+/// each half of them, so that a row outside a token's range cannot reach it even as 0 * NaN.
+template <class T>
+HWY_NOINLINE void attend_tokens(const State& s, std::int64_t begin, std::int64_t end, TokenRange done) {
+  const std::int64_t group = s.task.group;
+  const TokenRange shared = seen_by_all(s.task, begin, end);
+  if (shared.size() > 0) {
+    const auto attend_to = [&](TokenRange keys) {
+      accumulate<T>(s, begin * group, (end - begin) * group, keys);
+    };
+    if (done.size() > 0) {
+      attend_to({shared.begin, done.begin});
+      attend_to({done.end, shared.end});
     } else {
-      accumulate<T>(s, t * task.group, task.group, seen);
+      attend_to(shared);
     }
+    done = shared;
   }
+  if (end - begin <= 1) return;
+  const std::int64_t middle = begin + (end - begin) / 2;
+  attend_tokens<T>(s, begin, middle, done);
+  attend_tokens<T>(s, middle, end, done);
+}
+
+template <class T>
+HWY_NOINLINE void attend_one(const State& s) {
+  clear(s);
+  attend_tokens<T>(s, 0, s.task.num_tokens, {});
   store<T>(s);
 }
 
