@@ -169,11 +169,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const QueryBoxe
                                        const Produce& produce) {
   auto& s = shared<kBlocks>();
   if (threadIdx.x == 0) init_barriers(s);
-  const auto follow = [] {
-    wait_for_previous();
-    start_next();  // not earlier: the next kernel would take memory bandwidth from this step's q and KV
-  };
-  if (!p.reads_ahead) follow();
+  if (!p.reads_ahead) wait_then_start_next();
   make_plan(p, s.plan);
   if (threadIdx.x >= kConsumers) {
     give_registers<kProducerRegisters>();
@@ -181,7 +177,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const QueryBoxe
     wait_for_previous();  // in case there was nothing to copy
   } else {
     take_registers<kConsumerRegisters>();
-    if (p.reads_ahead) follow();
+    if (p.reads_ahead) wait_then_start_next();
     consume<T>(p, s, boxes);
   }
   finish_messages(p);

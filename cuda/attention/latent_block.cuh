@@ -10,6 +10,7 @@
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/latent_shape.hpp"
 #include "cuda/attention/schedule.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
 #include "cuda/runtime/warp_groups.cuh"
@@ -149,6 +150,13 @@ using Operand = unsigned[kSteps][4];  // 64 rows x 64 columns in the registers o
 
 __device__ inline unsigned at(const void* shared) {
   return shared_at(shared);
+}
+
+/// Waits for earlier kernels, then lets the next one start: not before, because it would take memory
+/// bandwidth from this step's q and KV.
+__device__ __forceinline__ void wait_then_start_next() {
+  wait_for_previous();
+  start_next();
 }
 
 /// Index of this block in the schedule, which counts the blocks of a work item as one.

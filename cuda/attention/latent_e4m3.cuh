@@ -158,13 +158,10 @@ __global__ __launch_bounds__(latent::kThreads,
     prefetch_map(maps.ropes);
     if constexpr (K::kIsMixed) prefetch_map(maps.scales);
   }
-  const auto follow = [] {
-    wait_for_previous();
-    start_next();
-  };
-  if (!p.reads_ahead) follow();
+  if (!p.reads_ahead) latent::wait_then_start_next();
   make_plan(p, s.plan);
-  if (p.reads_ahead) follow();  // keys copied ahead too gain nothing, and cost registers
+  if (p.reads_ahead)
+    latent::wait_then_start_next();  // keys copied ahead too gain nothing, and cost registers
   if (threadIdx.x >= latent::kConsumers) {
     give_registers<latent_e4m3::kProducerRegisters>();
     latent_e4m3::Copier<K>(p, s, maps).run();

@@ -8,6 +8,7 @@
 
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
@@ -58,6 +59,16 @@ struct MixedRow {
   __device__ float* scales() const { return reinterpret_cast<float*>(latent + value_dim); }
 };
 
+/// The largest finite magnitude in `x`; 0 for none.
+template <int kCount>
+__device__ __forceinline__ float largest_finite(const float (&x)[kCount]) {
+  float most = 0.0f;
+#pragma unroll
+  for (const float value : x)
+    if (const float size = fabsf(value); size < kInfinity) most = fmaxf(most, size);
+  return most;
+}
+
 /// Stores element(i) as column i of the row. Called by one warp.
 template <class V, class Element>
 __device__ __forceinline__ void store_mixed_row(const MixedRow<V>& row, const Element& element) {
@@ -68,14 +79,9 @@ __device__ __forceinline__ void store_mixed_row(const MixedRow<V>& row, const El
     const int column = first + lane * kLaneColumns;
     const bool is_there = column < row.value_dim;  // a multiple of kLaneColumns
     float x[kLaneColumns];
-    float most = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kLaneColumns; ++j) {
-      x[j] = is_there ? element(column + j) : 0.0f;
-      const float size = fabsf(x[j]);
-      if (size < __int_as_float(0x7f800000)) most = fmaxf(most, size);
-    }
-    const float scale = mixed_scale(warp_max(most));
+    for (int j = 0; j < kLaneColumns; ++j) x[j] = is_there ? element(column + j) : 0.0f;
+    const float scale = mixed_scale(warp_max(largest_finite(x)));
     if (is_there) {
       unsigned four = 0;
 #pragma unroll

@@ -130,10 +130,7 @@ class LatentPlace<T, MixedByte> {
     constexpr int kScaleLanes = kColumns / kCount;  // threads whose columns share a scale
     static_assert(kScaleLanes <= kWarp);
     round_to<T>(x);
-    float most = 0.0f;
-#pragma unroll
-    for (const float value : x)
-      if (const float size = fabsf(value); size < __int_as_float(0x7f800000)) most = fmaxf(most, size);
+    float most = largest_finite(x);
 #pragma unroll
     for (int offset = 1; offset < kScaleLanes; offset *= 2)
       most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));

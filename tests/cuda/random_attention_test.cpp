@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // partial_attention on a GPU of random shapes, types, pools and batches, compared with double precision.
 // Finds what no other test combines: a head size with a pool, a window, a shard, a batch and a number of
-// blocks. HELIX_FUZZ_SEED chooses other cases, HELIX_FUZZ_CASES how many for each type of q.
+// blocks. HELIX_FUZZ_SEED chooses other cases, HELIX_TEST_ROUNDS multiplies them.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
